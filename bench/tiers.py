@@ -68,7 +68,7 @@ def main() -> None:
         stored, _ = directory.read_header(name_of(HEADER.id), LAYOUT, HEADER.fingerprint)
         path = arguments.folder / "states" / name_of(HEADER.id)
         times["a state's read"].append(
-            read_cold(path, lambda stored=stored: directory.read(stored, LAYOUT, back, 0))  # type: ignore[misc]
+            read_cold(path, lambda stored=stored: directory.read(stored.remembered, LAYOUT, back, 0))  # type: ignore[misc]
         )
         assert (back == memory).all()
         directory.remove(name_of(HEADER.id))

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import index
 from typing import Any, Literal
 
 import numpy as np
@@ -87,10 +88,10 @@ class Prefix:
             raise ValueError(f"ids: expected one or more whole numbers, got {tokens.dtype} {list(tokens.shape)}")
         if every < 1:
             raise ValueError(f"every: expected 1 or more, got {every}")
-        count = len(tokens)
-        if wrong := [place for place in at if not 0 < place <= count]:
+        count, places = len(tokens), set(at)
+        if wrong := [place for place in places if not 0 < place <= count]:
             raise ValueError(f"at: expected places in 1 .. {count}, got {wrong[0]}")
-        positions = sorted({*range(every, count, every), *at, count})
+        positions = sorted({*range(every, count, every), *places, count})
         running, done, keys, body = hashlib.blake2b(digest_size=16), 0, list[bytes](), tokens.astype("<i8")
         for position in positions:
             running.update(body[done:position].tobytes())
@@ -150,7 +151,7 @@ class Waypoints:
     prefill ends. Places that are no tokens of this prefill are passed over: those behind, when it began with a stored
     state, and those that a later one comes to. lease_s: how long each snapshot lives, default the server's. pinned:
     whether they stay when memory is short. prefix: the prompt's keys; a state is found by the one of its position.
-    Raises ValueError.
+    Raises ValueError and TypeError.
     """
 
     tokens: tuple[int, ...] = ()
@@ -161,7 +162,17 @@ class Waypoints:
     prefix: Prefix | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", tuple(self.tokens))  # of any sequence
+        try:  # any sequence, and any integers
+            object.__setattr__(self, "tokens", tuple(map(index, self.tokens)))
+            object.__setattr__(self, "every", index(self.every))
+        except TypeError as error:
+            message = f"tokens, every: expected whole numbers, got {self.tokens!r}, {self.every!r}"
+            raise TypeError(message) from error
+        for name, flag in (("at_end", self.at_end), ("pinned", self.pinned)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: expected True or False, got {flag!r}")
+        if not isinstance(self.prefix, Prefix | None):
+            raise TypeError(f"prefix: expected a Prefix, or None for none, got {type(self.prefix).__name__}")
         if not all(a < b for a, b in zip((0, *self.tokens), self.tokens, strict=False)):
             raise ValueError(f"tokens: expected positions from 1 on, increasing, got {self.tokens}")
         if self.every < 0 or (self.every and self.tokens):

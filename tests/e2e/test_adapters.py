@@ -22,7 +22,7 @@ from rigs.until import until
 from deltaline import wire
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2 as layer_pb
-from deltaline_client import AdapterUnknown, AsyncClient, Prefix, PrefixMiss, Row
+from deltaline_client import AdapterUnknown, AsyncClient, Prefix, PrefixMiss, Row, Tier
 from deltaline_server.adapters.files import AdapterPlan
 from deltaline_server.app import Server
 from deltaline_server.models.lora_places import AdapterStore
@@ -323,3 +323,30 @@ async def test_a_prompt_s_state_is_found_under_its_own_adapter(make_server: Make
         for call in (client.snapshots.find(prefix, adapter="c"), client.open(prefix=prefix, adapter="c")):
             with pytest.raises(AdapterUnknown):
                 await call
+
+
+async def test_a_stored_state_comes_back_under_its_adapter_s_content_whatever_the_name(make_server: MakeServer) -> None:
+    tiers: dict[str, Any] = {"snapshot_lines": 1, "host_state_bytes": 1 << 20}
+    async with serving(make_server, **tiers) as (server, tenant):
+        client, fleet = tenant.client, Fleet(server.config, 2)
+        await tenant.load(fleet.upload("a", 0))
+        prefix, hidden = Prefix.of_tokens(range(9), at=(5,)), np.ones((5, HIDDEN), np.float32)
+        async with await client.open(adapter="a") as sequence, await client.open() as other:
+            await sequence.prefill(hidden)
+            made = await sequence.snapshot(key=prefix.keys[0])
+            expected = await sequence.decode(hidden[:1])
+            host = server.runtime.tiers.host
+            assert host is not None
+            await until(lambda: host.find(made.id) is not None)
+            await other.prefill(hidden)
+            await (await other.snapshot(pin=True)).release()
+        await tenant.unload("a")
+        await tenant.load(fleet.upload("a", 1))
+        with pytest.raises(AdapterUnknown, match="content"):
+            await made.restore()
+        await tenant.load(fleet.upload("b", 0))
+        async with await client.open(adapter="b", prefix=prefix) as again:
+            assert again.match is not None and (again.match.tier, again.position) == (Tier.HOST, 5)
+            assert again.adapter_hash == fleet.hashes[0]
+            assert (await again.decode(hidden[:1]) == expected).all()
+        server.runtime.states.check_integrity()

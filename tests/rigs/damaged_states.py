@@ -106,6 +106,12 @@ def _change_texts(content: Content, rng: np.random.Generator) -> Content:
     return _put(content, TEXTS + 2 * int(rng.integers(3)), struct.pack("<H", int(rng.choice([2**16 - 1, 2**12]))))
 
 
+def _shorten_key(content: Content, rng: np.random.Generator) -> Content:
+    """A key of fewer bytes than a prompt's may have; the others are the adapter's."""
+    count = int(rng.integers(1, 16))
+    return _put(content, TEXTS + 2, struct.pack("<HH", len("ö-lora".encode()) + 20 - count, count))
+
+
 def _change_total(content: Content, rng: np.random.Generator) -> Content:
     del rng
     content += bytes(4096)
@@ -143,6 +149,8 @@ SPOILS: tuple[tuple[Spoil, set[Flaw]], ...] = (
     (forged(_change_counts), {Flaw.HEADER, Flaw.SECTIONS}),
     (forged(_change_spans), {Flaw.SECTIONS}),
     (forged(_change_texts), {Flaw.HEADER}),
+    (forged(_shorten_key), {Flaw.HEADER}),
+    (forged(lambda content, rng: _put(content, COUNTS - 12, struct.pack("<q", -(10**9)))), {Flaw.HEADER}),
     (forged(lambda content, rng: _flip(content, PREAMBLE.size, PREAMBLE.size + 32, rng)), {Flaw.FINGERPRINT}),
     (forged(lambda content, rng: _flip(content, PREAMBLE.size + 32, PREAMBLE.size + 48, rng)), {Flaw.NAME}),
     (forged(lambda content, rng: _put(content, COUNTS - 4, b"\xff")), {Flaw.HEADER}),

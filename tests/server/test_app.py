@@ -444,6 +444,29 @@ def test_more_than_the_host_has_is_refused_before_it_is_allocated(
 
 
 @pytest.mark.parametrize(
+    ("stored_bytes", "told"),
+    [
+        (2 << 30, "2147483648"),
+        ((1 << 30) - 1000, r"\d+: \d+ of state, \d+ of weights and 0 of adapter slots, 1073740824 for stored states"),
+    ],
+    ids=["alone", "beside the model"],
+)
+def test_more_stored_states_than_the_host_has_are_refused_before_their_memory_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+    model_file: str,
+    capsys: pytest.CaptureFixture[str],
+    stored_bytes: int,
+    told: str,
+) -> None:
+    monkeypatch.setattr(host, "host_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(app.Server, "start", None)
+    argv = ["--random-init", model_file, "--device", "cpu", "--state-bytes", "100MiB"]
+    assert run_main(monkeypatch, *argv, "--host-state-bytes", str(stored_bytes)) == 1
+    expected = f"--host-state-bytes: expected at most {1 << 30} bytes, the memory of this host, got {told}"
+    assert re.fullmatch(rf"deltaline-server: error: {expected}\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
     ("fault", "told"),
     [
         (ConfigError("--port: no"), "--port: no"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from numbers import Integral
 from typing import Any, TypeVar
 
 from deltaline.v1 import state_service_pb2 as pb
@@ -85,6 +86,8 @@ def find(snapshots: SnapshotsRecord[Any], prefix: Prefix, *, adapter: str | None
     adapter: that of the sequence that would go on; default none. Nothing changes: `open(prefix=...)` finds and begins
     in one call. Raises AdapterUnknown.
     """
+    if not isinstance(prefix, Prefix):
+        raise TypeError(f"prefix: expected a Prefix, got {type(prefix).__name__}")
     request = pb.FindSnapshotsRequest(prefix=prefix.message(), adapter=adapter or "")
     response = yield from retried(snapshots._client, FIND_SNAPSHOTS, request)
     return PrefixMatch.from_proto(response.match)
@@ -141,8 +144,8 @@ def restore(
     lease_s: how long each lives without a step; default the server's. Raises SnapshotUnknown when it is held no more;
     NoFreeLines when so many do not become free in time.
     """
-    _check_count(count)
     client, make = snapshot._client, type(snapshot)._make_sequence
+    yield from _check_count(client, count)
     lease_ms = milliseconds("lease_s", lease_s)
     request = pb.RestoreSequencesRequest(request_id=_new_id(), snapshot_id=[snapshot.id] * count, lease_ms=lease_ms)
     response = yield from retried(client, RESTORE, request, holder_of(snapshot))
@@ -174,8 +177,8 @@ def fork(sequence: AnySequence, count: int = 1, *, lease_s: float | None = None)
     Raises NoFreeLines when so many do not become free in time; StepUnfinished, SequenceBusy; VerifyPending for a verify
     whose count was not given; SpansUneven; StateError.
     """
-    _check_count(count)
     client, make = sequence._client, type(sequence)
+    yield from _check_count(client, count)
     request = pb.ForkSequencesRequest(
         request_id=_new_id(),
         server_epoch=sequence.server_epoch,
@@ -242,6 +245,12 @@ def _holder(sequences: Sequence[SequenceRecord]) -> Server:
     return holders.pop()
 
 
-def _check_count(count: int) -> None:
+def _check_count(client: ClientState, count: int) -> Flow[None]:
+    """Raise TypeError or ValueError unless a server may open so many sequences in one call."""
+    if not isinstance(count, Integral):
+        raise TypeError(f"count: expected a whole number, got {count!r}")
     if count < 1:
         raise ValueError(f"count: expected 1 or more, got {count}")
+    most = (yield from info(client)).max_sequences
+    if count > most:
+        raise ValueError(f"count: expected 1 .. {most}, got {count}")

@@ -198,9 +198,10 @@ class Exchange:
                     if request is None:
                         break
                     self._last_number += 1
-                    request.begin()
                     in_flight[self._last_number] = request
+                    # A mistake in it leaves the rows as they are.
                     message = request.message(self._options, self._most_reply_bytes)
+                    request.begin()
                     yield Send(self._last_number, message, request.batch.sequences[0]._at)
                 if not in_flight:
                     return

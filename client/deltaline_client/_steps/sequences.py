@@ -55,6 +55,8 @@ def open_sequences(
         raise ValueError("adapter: expected a name, or None for none, got an empty name")
     if adapter is not None and snapshot_id:
         raise ValueError("adapter: expected none beside a snapshot, whose sequences have its own")
+    if not isinstance(prefix, Prefix | None):
+        raise TypeError(f"prefix: expected a Prefix, or None for none, got {type(prefix).__name__}")
     if prefix is not None and snapshot_id:
         raise ValueError("prefix: expected none beside a snapshot, which the sequences begin with")
     if reuse not in REUSE:

@@ -5,6 +5,7 @@ A handler only waits for work: an RPC that is cancelled cancels nothing, and the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -24,10 +25,15 @@ from deltaline_server.front.trust.principals import current_principal
 from deltaline_server.snapshots.exchange import Exchange
 from deltaline_server.snapshots.states import States
 from deltaline_server.snapshots.stream import Arriving
+from deltaline_server.tables.captured.snapshot import SnapshotState
 from deltaline_server.tables.prefixes.cost import ReusePolicy
 from deltaline_server.tables.request_ids import RequestIds
 from deltaline_server.tables.sequence import GONE
 from deltaline_server.tables.sequences import SequenceTable
+
+# Snapshots that a call is about in one turn of the event loop; 4,096 took 50 ms to release and 38 ms to list, in which
+# nobody's steps ran (2 busy cores, 2026-11-24).
+AT_ONCE = 256
 
 NAME = pb.DESCRIPTOR.services_by_name["StateService"].full_name
 
@@ -137,9 +143,15 @@ class StateService:
 
     async def list_snapshots(self, message: pb.ListSnapshotsRequest, context: Context) -> bytes:
         """Tell which snapshots there are."""
-        after, limit = requests.read_page(message)
-        page, has_more = self._states.describe(current_principal(), after, limit)
-        return pb.ListSnapshotsResponse(snapshots=map(replies.snapshot, page), has_more=has_more).SerializeToString()
+        (after, limit), response = requests.read_page(message), pb.ListSnapshotsResponse()
+        while True:
+            count = min(limit - len(response.snapshots), AT_ONCE)
+            page, response.has_more = self._states.describe(current_principal(), after, count)
+            response.snapshots.extend(map(replies.snapshot, page))
+            if not response.has_more or len(response.snapshots) == limit:
+                return response.SerializeToString()
+            after = page[-1].id
+            await asyncio.sleep(0)
 
     async def renew_snapshots(self, message: pb.RenewSnapshotsRequest, context: Context) -> bytes:
         """Move lease deadlines."""
@@ -148,7 +160,8 @@ class StateService:
         principal = current_principal()
 
         async def work() -> bytes:
-            return replies.renew_snapshots_response(self._states.renew(ids, principal, lease_s=lease_s))
+            states = await _by_parts(ids, lambda some: self._states.renew(some, principal, lease_s=lease_s))
+            return replies.renew_snapshots_response(states)
 
         return await self._once("RenewSnapshots", message, work)
 
@@ -158,7 +171,8 @@ class StateService:
         principal = current_principal()
 
         async def work() -> bytes:
-            return replies.release_snapshots_response(self._states.release(ids, principal))
+            states = await _by_parts(ids, lambda some: self._states.release(some, principal))
+            return replies.release_snapshots_response(states)
 
         return await self._once("ReleaseSnapshots", message, work)
 
@@ -223,6 +237,15 @@ class StateService:
             if error.refusal.reason is Reason.SEQUENCE_UNKNOWN:
                 self._guesses.add(context.peer(), current_principal(), 1)
             raise
+
+
+async def _by_parts(ids: list[bytes], call: Callable[[list[bytes]], list[SnapshotState]]) -> list[SnapshotState]:
+    """What a call tells of snapshots, AT_ONCE in a turn of the event loop."""
+    states = call(ids[:AT_ONCE])
+    for first in range(AT_ONCE, len(ids), AT_ONCE):
+        await asyncio.sleep(0)
+        states += call(ids[first : first + AT_ONCE])
+    return states
 
 
 async def _read_import(

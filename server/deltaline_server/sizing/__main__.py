@@ -86,7 +86,7 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
     rows.append(("together, beside what batches need", *_both(sizes.total_bytes)))
     lines += ["", *_table(rows)]
     if host_bytes is not None:
-        room = "too little" if sizes.total_bytes > host_bytes else "room"
+        room = "too little" if sizes.total_bytes + config.host_state_bytes > host_bytes else "room"
         lines.append(f"this host has {_exact(host_bytes)} of memory: {room} for this server on its CPU")
     lines.append("")
     if config.host_state_bytes:

@@ -18,22 +18,33 @@ def on_host(config: Config) -> int | None:
 
 
 def check_host(config: Config) -> None:
-    """Raise ModelError where weights, state and adapter slots, all allocated at start, are more than the host's memory.
+    """Raise ModelError where what is allocated at start is more than the host's memory: stored states', and of a server
+    that computes on its CPU weights, state and adapter slots.
 
     Allocates nothing; raises ModelError as `size` does.
     """
-    limit_bytes = on_host(config)
+    limit_bytes, stored_bytes = host_bytes(), config.host_state_bytes
     if limit_bytes is None:
         return
+    if stored_bytes > limit_bytes:
+        message = f"expected at most {limit_bytes} bytes, the memory of this host, got {stored_bytes}"
+        raise ModelError(f"--host-state-bytes: {message}")
+    if on_host(config) is None:
+        return
     sizes = size(config, None)
-    if sizes.fits and sizes.total_bytes > limit_bytes:
+    taken_bytes = sizes.total_bytes + stored_bytes
+    if sizes.fits and taken_bytes > limit_bytes:
         state_bytes = sizes.state.total_bytes
         others = f"{sizes.weight_bytes} of weights and {sizes.adapter_bytes} of adapter slots"
+        if stored_bytes:
+            others = f"{others}, {stored_bytes} for stored states"
         if sizes.total_bytes - state_bytes > limit_bytes:
             named = "--layers, --adapter-slots"
-        else:
+        elif sizes.total_bytes > limit_bytes:
             named = "--max-sequences, --snapshot-lines, --state-bytes"
+        else:
+            named = "--host-state-bytes"
         raise ModelError(
-            f"{named}: expected at most {limit_bytes} bytes, the memory of this host, got {sizes.total_bytes}: "
+            f"{named}: expected at most {limit_bytes} bytes, the memory of this host, got {taken_bytes}: "
             f"{state_bytes} of state, {others}"
         )

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from deltaline_server.snapshots.header import Flaw, StateFileError, StateHeader, StoredHeader
+from deltaline_server.snapshots.header import Flaw, RememberedHeader, StateFileError, StateHeader, StoredHeader
 from deltaline_server.snapshots.layout import Bytes, Section, StateLayout
 from deltaline_server.snapshots.state_file import read_header, read_state, write_state
 
@@ -93,13 +93,14 @@ class StateDirectory:
         status = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
         return status.st_size, status.st_mtime_ns
 
-    def read(self, stored: StoredHeader, layout: StateLayout, memory: Bytes, used_ns: int) -> None:
+    def read(self, before: RememberedHeader, layout: StateLayout, memory: Bytes, used_ns: int) -> None:
         """Read a state whose header was read before into its memory. used_ns: what the file is told as its last use.
 
         Raises StateFileError: it is not the same any more, or not whole. Then the memory is spoilt.
         """
-        with self._opened(name_of(stored.header.id)) as descriptor:
-            if read_header(descriptor, layout, stored.header.fingerprint) != stored:
+        with self._opened(name_of(before.header.id)) as descriptor:
+            stored = read_header(descriptor, layout, before.header.fingerprint)
+            if stored.remembered != before:
                 raise StateFileError(Flaw.HEADER, "expected the header that was there before, got another")
             read_state(descriptor, stored, memory)
             with suppress(OSError):
@@ -116,11 +117,12 @@ class StateDirectory:
             finally:
                 os.close(descriptor)
             os.rename(part, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            os.fsync(self._folder)
         except BaseException:
-            with suppress(OSError):
-                os.unlink(part, dir_fd=self._folder)
+            for each in (part, name):
+                with suppress(OSError):
+                    os.unlink(each, dir_fd=self._folder)
             raise
-        os.fsync(self._folder)
         return stored
 
     def remove(self, name: str) -> None:

@@ -121,7 +121,7 @@ class Exchange:
         Raises RequestError as `read_header`, NON_FINITE_INPUT, QUOTA_EXCEEDED or NO_SNAPSHOT_LINES; what the pieces
         raise.
         """
-        self._snapshots.check_quota(1, owner, self._num_coming[owner.number])
+        self._snapshots.shares.check_quota(1, owner, self._num_coming[owner.number])
         id, now_ns, size = secrets.token_bytes(ID_BYTES), self._clock_ns(), state_bytes(stored.sections)
         header = replace(stored.header, id=id, owner=owner.name, is_pinned=is_pinned, created_ns=now_ns)
 
@@ -147,7 +147,7 @@ class Exchange:
     def add(self, header: StateHeader, owner: Principal, lease_s: float | None) -> SnapshotDescription:
         """Let what was received be a principal's snapshot. Raises RequestError QUOTA_EXCEEDED, NO_SNAPSHOT_LINES, or
         INVALID_REQUEST for its lease or key; then it is none."""
-        self._snapshots.check_quota(1, owner)
+        self._snapshots.shares.check_quota(1, owner)
         state, created = self._moves.find(header.id), header.created_ns / 1e9
         assert state is not None
         made = self._snapshots.add_stored(header.id, state, owner, header.is_pinned, created, header.key, lease_s)

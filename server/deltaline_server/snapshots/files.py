@@ -20,12 +20,14 @@ from typing import Any, TypeVar
 
 from deltaline_server.log import event
 from deltaline_server.snapshots.directory import StateDirectory, name_of
-from deltaline_server.snapshots.header import Flaw, StateFileError, StateHeader, StoredHeader
+from deltaline_server.snapshots.header import Flaw, RememberedHeader, StateFileError, StateHeader
 from deltaline_server.snapshots.layout import Bytes, Section, StateLayout, state_bytes
 from deltaline_server.snapshots.state_file import file_bytes
 
 T = TypeVar("T")
 NUM_THREADS = 2
+# A file system may say later ones, which can't be written.
+MAX_NS = 1 << 62
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _log = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ class Miss(StrEnum):
 class StoredFile:
     """A state's file. num_uses: of those that read it now; it is not evicted while there are any."""
 
-    stored: StoredHeader
+    remembered: RememberedHeader
     num_bytes: int
     is_pinned: bool
     num_uses: int = 0
@@ -61,7 +63,7 @@ class _Found:
     """What a look through the folder found: states with bytes and time of their last use, others' files with the same,
     and how many had which flaw."""
 
-    states: list[tuple[int, int, StoredHeader]]
+    states: list[tuple[int, int, RememberedHeader]]
     others: list[tuple[int, int, str]]
     flaws: Counter[Flaw]
 
@@ -104,15 +106,16 @@ class FileTier:
         """
         found = await self._in_thread(self._look_through)
         self.flaws.update(found.flaws)
-        for num_bytes, _, stored in sorted(found.states, key=lambda each: each[1]):
-            self._files[stored.header.id] = StoredFile(stored, num_bytes, stored.header.is_pinned)
+        for num_bytes, used_ns, one in sorted(found.states, key=lambda each: each[1]):
+            self._last_ns = min(used_ns, MAX_NS)
+            self._files[one.header.id] = StoredFile(one, num_bytes, one.header.is_pinned)
         self._others.update((name, num_bytes) for num_bytes, _, name in sorted(found.others, key=lambda each: each[1]))
         self.used_bytes = sum(each.num_bytes for each in self._files.values()) + sum(self._others.values())
         await self._lasting(self._make_room(0))
         event(_log, "stored states found", states=len(self._files), bytes=self.used_bytes, others=len(self._others))
         for flaw, count in sorted(found.flaws.items()):
             event(_log, "files passed over", level=logging.WARNING, flaw=flaw, count=count)
-        return [each.stored.header for each in self._files.values()]
+        return [each.remembered.header for each in self._files.values()]
 
     @property
     def num_missed(self) -> dict[str, int]:
@@ -122,7 +125,7 @@ class FileTier:
     def find(self, id: bytes) -> StateHeader | None:
         """The header of a state that is there; it does not count as a use."""
         found = self._files.get(id)
-        return None if found is None else found.stored.header
+        return None if found is None else found.remembered.header
 
     def has(self, id: bytes) -> bool:
         """Whether a state is there, or on its way."""
@@ -200,7 +203,7 @@ class FileTier:
         finally:
             is_wanted = self._writing.pop(header.id)
         if is_wanted:
-            self._files[header.id] = StoredFile(stored, num_bytes, header.is_pinned)
+            self._files[header.id] = StoredFile(stored.remembered, num_bytes, header.is_pinned)
         else:
             await self._remove(name_of(header.id), num_bytes)
         return None
@@ -212,7 +215,7 @@ class FileTier:
         self._files.move_to_end(id)
         found.num_uses += 1
         try:
-            await self._in_thread(self._directory.read, found.stored, self._layout, memory, self._now_ns())
+            await self._in_thread(self._directory.read, found.remembered, self._layout, memory, self._now_ns())
         except StateFileError as error:
             return await self._spoilt(id, found, error)
         finally:
@@ -282,7 +285,7 @@ class FileTier:
         for name in directory.names():
             try:
                 stored, used_ns = directory.read_header(name, self._layout, self._fingerprint)
-                found.states.append((directory.size(name)[0], used_ns, stored))
+                found.states.append((directory.size(name)[0], used_ns, stored.remembered))
             except StateFileError as error:
                 found.flaws[error.flaw] += 1
                 if error.flaw is Flaw.FINGERPRINT:

@@ -31,6 +31,7 @@ from deltaline_server.snapshots.layout import (
     StateLayout,
     state_bytes,
 )
+from deltaline_server.tables.prefixes.keys import MAX_KEY_BYTES, MAX_TOKENS, MIN_KEY_BYTES
 
 MAGIC = b"dl-state"
 ID_BYTES = 16
@@ -39,7 +40,6 @@ ADAPTER_HASH_BYTES = 32
 MAX_TEXT_BYTES = 1024
 # Of an adapter's name, as whoever loads one holds it to: a list of snapshots with longer ones might not fit a reply.
 MAX_ADAPTER_BYTES = 64
-MAX_KEY_BYTES = 64
 # That of 4,096 layers, each its own span.
 MAX_HEADER_BYTES = 8 << 20
 PAGE = 4096
@@ -112,7 +112,7 @@ class StateHeader:
     key: bytes = b""
 
     def __post_init__(self) -> None:
-        """Raise ValueError where a field has another length than it may have."""
+        """Raise ValueError where a field has another length, or a number, than it may have."""
         texts = self.owner.encode(), self.adapter.encode()
         lengths = {
             "id": (len(self.id), ID_BYTES, ID_BYTES),
@@ -120,11 +120,15 @@ class StateHeader:
             "owner": (len(texts[0]), 1, MAX_TEXT_BYTES),
             "adapter": (len(texts[1]), 0, MAX_ADAPTER_BYTES),
             "adapter_hash": (len(self.adapter_hash), *(ADAPTER_HASH_BYTES if self.adapter_hash else 0,) * 2),
-            "key": (len(self.key), 0, MAX_KEY_BYTES),
+            "key": (len(self.key), MIN_KEY_BYTES if self.key else 0, MAX_KEY_BYTES),
         }
         for name, (length, low, high) in lengths.items():
             if not low <= length <= high:
                 raise ValueError(f"{name}: expected {low} .. {high} bytes, got {length}")
+        if self.created_ns < 0:
+            raise ValueError(f"created_ns: expected 0 or more, got {self.created_ns}")
+        if self.key and self.spans[0].position > MAX_TOKENS:
+            raise ValueError(f"key: expected none for so many tokens, got {self.spans[0].position}")
 
     def num_bytes(self, num_sections: int) -> int:
         """Bytes of the header of a state with so many sections: where its data begins in a file."""
@@ -183,6 +187,15 @@ def header_length(preamble: bytes, file_bytes: int | None) -> int:
 
 
 @dataclass(frozen=True)
+class RememberedHeader:
+    """As much of a header that was judged as tells it from any other; its sections and their digests, hundreds of
+    them, are in its file. digest: of all of these."""
+
+    header: StateHeader
+    digest: bytes
+
+
+@dataclass(frozen=True)
 class StoredHeader:
     """A header that was read and judged: with its sections, their digests, and where the data begins."""
 
@@ -190,6 +203,10 @@ class StoredHeader:
     sections: tuple[Section, ...]
     digests: tuple[bytes, ...]
     data_offset: int
+
+    @property
+    def remembered(self) -> RememberedHeader:
+        return RememberedHeader(self.header, xxhash.xxh3_128_digest(b"".join(self.digests)))
 
 
 def decode(raw: bytes, layout: StateLayout, fingerprint: bytes) -> StoredHeader:
@@ -234,7 +251,7 @@ def decode(raw: bytes, layout: StateLayout, fingerprint: bytes) -> StoredHeader:
             key,
         )
     except ValueError as error:
-        raise StateFileError(Flaw.HEADER, f"expected texts within their limits ({type(error).__name__})") from error
+        raise StateFileError(Flaw.HEADER, f"expected fields within their limits ({type(error).__name__})") from error
     return StoredHeader(header, sections, tuple(bytes(digest) for digest in entries["digest"].tolist()), length)
 
 

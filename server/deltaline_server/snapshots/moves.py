@@ -1,7 +1,8 @@
 """Snapshots between the tiers: stored in host memory and files behind the steps, and brought back to the device.
 
 A snapshot that gives way on the device does so at once: if it lies in a lower tier by then it is held still, else it is
-over. One at a time is copied each way, so that steps have the device, and others the disk, nearly alone.
+over. One at a time is copied each way, so that steps have the device, and others the disk, nearly alone; of those that
+are to come back one owner's after the other's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from deltaline_server.snapshots.files import FileTier
 from deltaline_server.snapshots.header import StateHeader
 from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.layout import Bytes, SpanProgress
+from deltaline_server.snapshots.turns import Turns
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshot import Snapshot, SnapshotState
 from deltaline_server.tables.captured.snapshots import SnapshotTable
@@ -36,6 +38,8 @@ from deltaline_server.tables.sequence_adapters import BoundAdapter, SequenceAdap
 STORED_LIMIT = 1 << 16
 # Until some were brought back: what a link and a disk do.
 _ASSUMED = {Tier.HOST: Way(0.002, 2e10), Tier.FILE: Way(0.005, 5e8)}
+# What is smaller says nothing of how fast the bytes come.
+MEASURED_BYTES = 1 << 20
 # Of what was measured before, beside a new measurement.
 _KEPT = 0.8
 
@@ -71,7 +75,7 @@ class Moves:
         self._transfer, self._begin, self._clock = transfer, begin, clock
         self._snapshots, self._capture, self._adapters = snapshots, capture, adapters
         self._to_host, self._to_files = Backlog(self._store), Backlog(self._write)
-        self._one_gather, self._one_read, self._one_landing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
+        self._one_gather, self._reading, self._landing = asyncio.Lock(), Turns(), Turns()
         self._coming: dict[bytes, asyncio.Future[None]] = {}
         self._lent: dict[bytes, asyncio.Future[None]] = {}
         self._removals: set[asyncio.Future[bool]] = set()
@@ -90,6 +94,11 @@ class Moves:
         """Whether a snapshot is yet to be stored."""
         return self._to_host.is_busy or self._to_files.is_busy
 
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for their turn to be stored, beside those that are under way."""
+        return len(self._to_host) + len(self._to_files)
+
     # -- what the table of snapshots asks --------------------------------------------------------------------------
 
     def added(self, id: bytes) -> None:
@@ -103,6 +112,8 @@ class Moves:
         return None
 
     def forget(self, id: bytes) -> None:
+        self._to_host.forget(id)
+        self._to_files.forget(id)
         self._host.release(id)
         if self._files is not None and self._files.has(id):
             removal = asyncio.ensure_future(self._files.release(id))
@@ -123,6 +134,8 @@ class Moves:
                 owner = Principal(number, header.owner)
                 created = header.created_ns / 1e9
                 self._snapshots.add_stored(header.id, stored, owner, header.is_pinned, created, header.key)
+            if self._files is not None and self._snapshots.get(header.id) is None:
+                self._files.pin(header.id, False)  # nobody can release it
 
     async def bring_back(self, id: bytes) -> None:
         """Let a snapshot lie on the device, if it is held: nobody else knows when it is over. Who asks for the same
@@ -173,7 +186,7 @@ class Moves:
     async def _bring_to_host(self, id: bytes) -> None:
         one = self._snapshots.get(id)
         if one is not None and isinstance(one.state, StoredState):
-            async with self._one_read:
+            async with self._reading.turn(one.owner.number):
                 if self._host.find(id) is None:
                     await self._read(id)
         elif one is not None:
@@ -195,10 +208,10 @@ class Moves:
         if one is None or not isinstance(one.state, StoredState):
             return
         begin_s, before = self._clock(), one.state
-        async with self._one_read:
+        async with self._reading.turn(one.owner.number):
             if self._host.find(id) is None and not await self._read(id):
                 return
-        async with self._one_landing:
+        async with self._landing.turn(one.owner.number):
             header = self._host.find(id)
             if header is not None and await self._host.load(id, partial(self._land, id, header)):
                 self._measure(before, self._clock() - begin_s)
@@ -232,7 +245,7 @@ class Moves:
         one = self._snapshots.get(id)
         if one is None or not isinstance(one.state, StoredState):
             return
-        adapter = self._reserve(one.state.adapter, one.owner)
+        adapter = self._adapters.reserve_again(one.state.adapter, one.owner)
         try:
             needs = self._capture.needs_of_stored(one.state.position)
             self._snapshots.device.make_room(needs, num_snapshots=1)
@@ -249,15 +262,6 @@ class Moves:
             self._snapshots.arrived(id, state)
         if isinstance(one.state, CapturedState):
             self._host.pin(id, False)  # as in _gather
-
-    def _reserve(self, stored: BoundAdapter, owner: Principal) -> BoundAdapter:
-        """The adapter of a stored state, as it is kept now. Raises RequestError ADAPTERS_OFF or ADAPTER_UNKNOWN."""
-        adapter = self._adapters.reserve(stored.name, 1, owner)
-        if adapter.content_hash != stored.content_hash:
-            self._adapters.give_back(adapter, 1)
-            message = "the adapter of the snapshot was loaded again with other content"
-            raise RequestError(Reason.ADAPTER_UNKNOWN, message)
-        return adapter
 
     @staticmethod
     async def _joined(
@@ -277,10 +281,11 @@ class Moves:
 
     def _measure(self, before: StoredState, seconds: float) -> None:
         """A snapshot was brought back in so many seconds."""
-        way = self._ways[before.tier]
-        now = before.num_bytes / max(seconds - way.latency_s, 1e-6)
-        self._ways[before.tier] = Way(way.latency_s, _KEPT * way.bytes_per_s + (1 - _KEPT) * now)
         self.num_brought[before.tier] += 1
+        if before.num_bytes >= MEASURED_BYTES:
+            way = self._ways[before.tier]
+            now = before.num_bytes / max(seconds - way.latency_s, seconds / 10, 1e-6)
+            self._ways[before.tier] = Way(way.latency_s, _KEPT * way.bytes_per_s + (1 - _KEPT) * now)
 
     async def _copy(self, work: Callable[[], None]) -> None:
         await asyncio.wrap_future(self._begin(work))

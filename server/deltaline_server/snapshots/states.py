@@ -108,12 +108,15 @@ class States:
     @asynccontextmanager
     async def near(self, ids: Sequence[bytes], principal: Principal) -> AsyncIterator[None]:
         """Inside the context a principal's snapshots lie on the device, also those that were in other tiers. Ids may
-        repeat; those of none are passed over.
+        repeat; those of none, and of another's, are passed over.
 
         Raises RequestError as Moves.bring_back does, and as SequenceTable.check_room where so many could not begin.
         """
         with ExitStack() as used:
             for id in dict.fromkeys(ids):
+                one = self.snapshots.get(id)
+                if one is None or one.owner.number != principal.number:
+                    continue
                 # Once more where it gave way again before it could be used.
                 for _ in range(BRINGS):
                     if used.enter_context(self.snapshots.using(id)) is not None:
@@ -121,7 +124,7 @@ class States:
                     one = self.snapshots.get(id)
                     if self._moves is not None and one is not None and one.is_far(principal):
                         self._table.check_room(len(ids), principal)
-                        self.snapshots.check_pinned_share(1, principal, one.is_pinned)
+                        self.snapshots.shares.check_pinned(1, principal, one.is_pinned)
                         await self._moves.bring_back(id)
             yield
 

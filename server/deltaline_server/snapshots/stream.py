@@ -17,7 +17,7 @@ from deltaline_server.finite import all_finite
 from deltaline_server.snapshots.header import (
     FINGERPRINT_BYTES,
     ID_BYTES,
-    MAX_KEY_BYTES,
+    MAX_ADAPTER_BYTES,
     MAX_TEXT_BYTES,
     PREAMBLE,
     Flaw,
@@ -29,6 +29,7 @@ from deltaline_server.snapshots.header import (
     header_length,
 )
 from deltaline_server.snapshots.layout import Bytes, Part, Section, SpanProgress, StateLayout
+from deltaline_server.tables.prefixes.keys import MAX_KEY_BYTES
 
 PIECE_BYTES = 1 << 20
 # Of what is no state, or damaged. What no server of ours would write is the sender's mistake.
@@ -163,5 +164,6 @@ def _most_header_bytes(layout: StateLayout) -> int:
     records = min(layout.max_draft, 1)
     most = SpanProgress(position=1, records_0=records, records_1=records, num_commits=1, reply_bytes=1)
     spans, text = (most,) * layout.num_spans, "x" * MAX_TEXT_BYTES
-    header = StateHeader(bytes(ID_BYTES), bytes(FINGERPRINT_BYTES), text, spans, text, key=bytes(MAX_KEY_BYTES))
+    adapter, key = "a" * MAX_ADAPTER_BYTES, bytes(MAX_KEY_BYTES)
+    header = StateHeader(bytes(ID_BYTES), bytes(FINGERPRINT_BYTES), text, spans, adapter, key=key)
     return header.num_bytes(len(layout.sections(spans)))

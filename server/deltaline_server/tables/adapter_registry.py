@@ -180,6 +180,15 @@ class AdapterRegistry:
         owner = principal if (principal.number, name) in self._numbers else SHARED
         return self._number(name, owner, ": load it first")
 
+    def bind_content(self, content_hash: bytes, principal: Principal) -> int:
+        """The same by what it is, whatever name it has to the principal now. Raises RequestError ADAPTER_UNKNOWN."""
+        for number, entry in self._entries.items():
+            is_named = entry.owner.number in (principal.number, SHARED.number) and not entry.is_draining
+            if is_named and entry.content.content_hash == content_hash:
+                entry.num_sequences += 1
+                return number
+        raise RequestError(Reason.ADAPTER_UNKNOWN, "no adapter has the content that the state was made with: load it")
+
     def hold(self, number: int, count: int = 1) -> None:
         """So many more sequences or captured states have an adapter that one has bound: as `bind` does."""
         self._entries[number].num_sequences += count

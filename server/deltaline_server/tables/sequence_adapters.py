@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,12 @@ class SequenceAdapters:
         registry = self._checked_registry()
         number = registry.bind(name, count, principal)
         return BoundAdapter(number, name, registry.content(number).content_hash)
+
+    def reserve_again(self, stored: BoundAdapter, principal: Principal) -> BoundAdapter:
+        """Bind the adapter whose content a stored state of a principal was made with, for that, as `reserve` does."""
+        if not stored.content_hash:
+            return BASE
+        return replace(stored, number=self._checked_registry().bind_content(stored.content_hash, principal))
 
     def content_hash(self, name: str, principal: Principal) -> bytes:
         """What an adapter's name means to a principal now, empty for none. Changes nothing; raises as `reserve`."""

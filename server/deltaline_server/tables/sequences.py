@@ -74,9 +74,9 @@ class SequenceTable:
         """Called with each slot whose sequence is over."""
         self.tokens = OpenTokens(num_slots, self._is_any_held, self._check_held, clock)
         self._handle = np.zeros(num_slots, dtype=np.uint64)
-        self._state = np.zeros(num_slots, dtype=np.uint8)
-        self._principal = np.zeros(num_slots, dtype=np.int32)
-        self._ends_as = np.zeros(num_slots, dtype=np.uint8)
+        self._state, self._ends_as = np.zeros((2, num_slots), dtype=np.uint8)
+        # The principal's number of each slot's sequence.
+        self.principal = np.zeros(num_slots, dtype=np.int32)
         self._former_handle = np.zeros(num_slots, dtype=np.uint64)
         self._former_principal = np.zeros(num_slots, dtype=np.int32)
         self._former_state = np.full(num_slots, SequenceState.UNKNOWN, dtype=np.uint8)
@@ -154,7 +154,7 @@ class SequenceTable:
         slots = np.array([heapq.heappop(self._free) for _ in range(len(lines))], dtype=np.int64)
         self._handle[slots] = make_handles(slots)
         self._state[slots] = SequenceState.OPEN
-        self._principal[slots] = principal.number
+        self.principal[slots] = principal.number
         self.num_open_of[principal.number] += len(lines)
         self._lease_s[slots] = lease_s
         self._deadline_s[slots] = self._clock() + lease_s
@@ -244,8 +244,8 @@ class SequenceTable:
 
     def _free_slot(self, slot: int, how: SequenceState) -> None:
         self._former_handle[slot], self._former_state[slot] = self._handle[slot], how
-        self._former_principal[slot] = self._principal[slot]
-        self.num_open_of[int(self._principal[slot])] -= 1
+        self._former_principal[slot] = self.principal[slot]
+        self.num_open_of[int(self.principal[slot])] -= 1
         self._handle[slot], self._state[slot] = 0, SequenceState.FREE
         self.end_frozen_reads(slice(None), np.array([slot]))
         self.lines.release([int(self.write_line[slot])])
@@ -282,7 +282,7 @@ class SequenceTable:
             return slots, np.full(len(handles), gone, dtype=np.uint8)
         # Nearly always every handle is one that is held: its slot is in range and not free.
         near, states = self._handle.take(slots, mode="clip"), self._state.take(slots, mode="clip")
-        is_own = self._principal.take(slots, mode="clip") == principal.number
+        is_own = self.principal.take(slots, mode="clip") == principal.number
         if near.tobytes() == handles.tobytes() and np.count_nonzero(states) == np.count_nonzero(is_own) == len(states):
             return slots, states
         in_range = slots < self.num_slots
@@ -295,7 +295,7 @@ class SequenceTable:
 
     def kept_bytes(self, principal: Principal) -> int:
         """Bytes of the replies that a principal's sequences have."""
-        return self.replies.num_bytes(slice(None), self._principal == principal.number)
+        return self.replies.num_bytes(slice(None), self.principal == principal.number)
 
     def _check_held(self, opened: Opened, principal: Principal) -> None:
         """Raise RequestError unless every sequence of an open is held: whoever opened them has ended one since."""
@@ -392,7 +392,7 @@ class SequenceTable:
             raise ValueError("sequence table: a slot reads a line that another writes, or writes a frozen one")
         if int(is_frozen_read.sum()) != self.num_frozen_reads:
             raise ValueError("sequence table: the count of frozen lines that are read is wrong")
-        counts = np.bincount(self._principal[~free], minlength=1)
+        counts = np.bincount(self.principal[~free], minlength=1)
         if any(count != counts[number : number + 1].sum() for number, count in self.num_open_of.items()):
             raise ValueError("sequence table: principals and their counts disagree")
         self.adapters.check_integrity(state.adapter for state in self.captured)

@@ -11,7 +11,7 @@ import pytest
 from rigs.running_sum import tokens
 
 from deltaline.v1 import prefix_pb2
-from deltaline_client import Prefix, PrefixMiss, ProtocolError, SnapshotUnknown, Tier
+from deltaline_client import Prefix, PrefixMiss, ProtocolError, SnapshotUnknown, Tier, Waypoints
 from deltaline_server.errors import Reason
 
 IDS = [int(one) for one in np.random.default_rng(3).integers(0, 1000, 10)]
@@ -46,6 +46,10 @@ def test_keys_depend_on_no_places_and_on_nothing_behind() -> None:
     assert Prefix.of_tokens([*IDS[:7], 0, *IDS[8:]], every=4).keys[1] != PREFIX.keys[1]
 
 
+def test_places_may_come_from_an_iterator() -> None:
+    assert Prefix.of_tokens(IDS, every=9, at=iter([4, 7])).positions == (4, 7, 9, 10)
+
+
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [
@@ -78,6 +82,30 @@ def test_tokens_that_make_no_keys(ids: Any, options: Any, message: str) -> None:
 def test_keys_that_are_wrong(keys: Any, positions: Any, prompt_tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Prefix(keys, positions, prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tokens": [64.0]}, r"tokens, every: expected whole numbers, got \[64.0\]"),
+        ({"tokens": ["a"]}, "tokens, every: expected whole numbers"),
+        ({"tokens": 64}, "tokens, every: expected whole numbers, got 64"),
+        ({"every": 1.5}, "expected whole numbers, got .*, 1.5"),
+        ({"pinned": "no"}, "pinned: expected True or False, got 'no'"),
+        ({"at_end": 1}, "at_end: expected True or False, got 1"),
+        ({"prefix": [b"k" * 16]}, "prefix: expected a Prefix, or None for none, got list"),
+    ],
+)
+def test_waypoints_of_wrong_types_are_none(wrong: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Waypoints(**wrong)
+
+
+def test_waypoints_take_whole_numbers_of_any_type() -> None:
+    tokens: Any = np.array([64, 128])
+    asked = Waypoints(tokens=tokens)
+    assert Waypoints(every=tokens[0]) == Waypoints(every=64)
+    assert asked == Waypoints(tokens=(64, 128)) and {type(one) for one in asked.tokens} == {int}
 
 
 # -- finds and opens -------------------------------------------------------------------------------------------------
@@ -147,3 +175,11 @@ def test_answers_that_this_client_does_not_know(driven: Any, server: Any) -> Non
     server.states.match = lambda prefix: prefix_pb2.PrefixMatch(snapshot_id=bytes(16), tier=unknown)
     with pytest.raises(ProtocolError, match="tier"):
         driven.do(driven.client.snapshots.find(PREFIX))
+
+
+def test_keys_that_are_no_prefix_are_asked_for_nowhere(driven: Any, server: Any) -> None:
+    keys: Any = [b"k" * 16]
+    with pytest.raises(TypeError, match="prefix: expected a Prefix, or None for none, got list"):
+        driven.do(driven.client.open(prefix=keys))
+    with pytest.raises(TypeError, match="prefix: expected a Prefix, got list"):
+        driven.do(driven.client.snapshots.find(keys))

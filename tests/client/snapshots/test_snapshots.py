@@ -132,6 +132,25 @@ def test_a_fork_lets_go_of_its_parent_however_it_ends(driven: Any, server: Any, 
     assert not any(parent.progress(span).busy for span in (0, 1))
 
 
+@pytest.mark.parametrize("count", [1.5, "2", None])
+def test_a_count_is_a_whole_number(driven: Any, server: Any, count: Any) -> None:
+    sequence = prompted(driven)
+    [snapshot] = driven.do(driven.client.snapshots.create([sequence]))
+    for call in (sequence.fork, snapshot.restore):
+        with pytest.raises(TypeError, match=f"count: expected a whole number, got {count!r}"):
+            driven.do(call(count))
+
+
+def test_more_than_a_server_has_are_not_asked_for(driven: Any, server: Any) -> None:
+    sequence = prompted(driven)
+    [snapshot] = driven.do(driven.client.snapshots.create([sequence]))
+    most = driven.do(driven.client.info()).max_sequences
+    for call in (sequence.fork, snapshot.restore):
+        with pytest.raises(ValueError, match=f"count: expected 1 .. {most}, got {2**40}"):
+            driven.do(call(2**40))
+    assert not server.requests["RestoreSequences"] and not server.requests["ForkSequences"]
+
+
 @pytest.mark.parametrize("count", [0, -1])
 def test_a_count_is_one_or_more(driven: Any, server: Any, count: int) -> None:
     parent = prompted(driven)

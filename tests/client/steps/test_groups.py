@@ -100,3 +100,13 @@ def test_a_mistake_in_an_option_leaves_nothing_unfinished(driven: Any, server: A
     assert not any(sequence.unfinished or sequence.progress().busy for sequence in sequences)
     np.testing.assert_array_equal(do(client.decode(sequences, tokens(2))), tokens(2))
     assert len(server.requests["Step"]) == 1
+
+
+def test_a_mistake_in_a_call_of_several_requests_leaves_nothing_unfinished(driven: Any, server: Any) -> None:
+    do, info = driven.do, driven.do(driven.client.info())
+    sequence = do(driven.client.open())
+    with pytest.raises((TypeError, ValueError)):
+        do(sequence.prefill(tokens(1 + info.inline_limit_bytes // tokens(1).nbytes), priority=2**40))
+    assert not sequence.unfinished and not sequence.progress().busy
+    np.testing.assert_array_equal(do(sequence.prefill(tokens(1))), tokens(1))
+    assert len(server.requests["Step"]) == 1

@@ -214,13 +214,17 @@ def test_the_command_prints_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "usage: deltaline size [--context N] [options of deltaline-server]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("host_bytes", "told"), [(1000, "too little"), (1 << 40, "room"), (None, "")])
+@pytest.mark.parametrize(
+    ("host_bytes", "stored", "told"),
+    [(1000, "0", "too little"), (1 << 40, "0", "room"), (1 << 40, "1TiB", "too little"), (None, "1TiB", "")],
+)
 def test_the_command_tells_what_the_host_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, host_bytes: int | None, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, host_bytes: int | None, stored: str, told: str
 ) -> None:
     monkeypatch.setattr(host, "host_bytes", lambda: host_bytes)
     path = config_of(tmp_path, HYBRID).random_init
-    monkeypatch.setattr(sys, "argv", ["deltaline size", "--device", "cpu", "--random-init", str(path)])
+    options = ["--device", "cpu", "--random-init", str(path), "--host-state-bytes", stored]
+    monkeypatch.setattr(sys, "argv", ["deltaline size", *options])
     assert sizing.main() == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("this host has ")]
     assert [line.partition(": ")[2] for line in lines] == ([f"{told} for this server on its CPU"] if told else [])

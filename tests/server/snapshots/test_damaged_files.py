@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from rigs.states import FINGERPRINT, LAYOUT, make_header
 from deltaline_server.snapshots.directory import StateDirectory, name_of
 from deltaline_server.snapshots.files import FileTier, Miss
 from deltaline_server.snapshots.header import Flaw
+from deltaline_server.snapshots.layout import SpanProgress
 
 GOOD = 10**9
 NUM_CLASSES = len(SPOILS) + len(KINDS)
@@ -53,6 +55,19 @@ async def test_damaged_and_foreign_files_are_named_and_not_taken(tmp_path: Path)
 @pytest.mark.parametrize("number", range(NUM_CLASSES))
 async def test_each_way_of_damage_has_its_flaw(tmp_path: Path, number: int) -> None:
     await check_damaged(tmp_path, range(number, number + 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key": b"k" * 15}, "key: expected 16 .. 64 bytes, got 15"),
+        ({"spans": (SpanProgress(position=2**40 + 1),)}, "key: expected none for so many tokens"),
+        ({"created_ns": -1}, "created_ns: expected 0 or more, got -1"),
+    ],
+)
+def test_a_header_says_nothing_that_no_snapshot_has(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_header(**changes)
 
 
 @pytest.mark.sweep

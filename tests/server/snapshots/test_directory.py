@@ -40,7 +40,7 @@ def test_a_state_comes_back_as_it_was_written(directory: StateDirectory, tmp_pat
     found, _ = directory.read_header(name_of(HEADER.id), LAYOUT, FINGERPRINT)
     assert found == stored and found.header == HEADER and found.sections == SECTIONS
     memory = np.full_like(MEMORY, 0xEE)
-    directory.read(found, LAYOUT, memory, NOW)
+    directory.read(found.remembered, LAYOUT, memory, NOW)
     assert (memory == MEMORY).all()
     assert directory.names() == [name_of(HEADER.id)]
     folder = tmp_path / "states"
@@ -62,7 +62,7 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path) -> None:
 def test_a_use_is_seen_after_a_restart(directory: StateDirectory) -> None:
     stored = directory.write(HEADER, SECTIONS, MEMORY, NOW)
     assert directory.read_header(name_of(HEADER.id), LAYOUT, FINGERPRINT)[1] == NOW
-    directory.read(stored, LAYOUT, np.empty_like(MEMORY), NOW + 5)
+    directory.read(stored.remembered, LAYOUT, np.empty_like(MEMORY), NOW + 5)
     assert directory.read_header(name_of(HEADER.id), LAYOUT, FINGERPRINT)[1] == NOW + 5
 
 
@@ -119,6 +119,23 @@ def test_a_write_that_fails_leaves_nothing(
     assert directory.names() == []
 
 
+def test_a_folder_that_cannot_be_synced_keeps_no_file(
+    directory: StateDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a snapshot that nobody knows of would be found after a restart, also one that was released."""
+    fsync = os.fsync
+
+    def fail_for_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_for_folders)
+    with pytest.raises(OSError, match="Input/output error"):
+        directory.write(HEADER, SECTIONS, MEMORY, NOW)
+    assert directory.names() == []
+
+
 @pytest.mark.parametrize("call", ["posix_fallocate", "posix_fadvise"])
 def test_a_file_system_without_such_a_call_does(
     directory: StateDirectory, monkeypatch: pytest.MonkeyPatch, call: str
@@ -128,7 +145,7 @@ def test_a_file_system_without_such_a_call_does(
 
     monkeypatch.setattr(os, call, fail)
     memory = np.zeros_like(MEMORY)
-    directory.read(directory.write(HEADER, SECTIONS, MEMORY, NOW), LAYOUT, memory, NOW)
+    directory.read(directory.write(HEADER, SECTIONS, MEMORY, NOW).remembered, LAYOUT, memory, NOW)
     assert (memory == MEMORY).all()
 
 
@@ -137,7 +154,7 @@ def test_partial_writes_and_reads_go_on(directory: StateDirectory, monkeypatch: 
     monkeypatch.setattr(os, "pwrite", lambda fd, content, offset: pwrite(fd, content[:1000], offset))
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:777]], offset))
     memory = np.zeros_like(MEMORY)
-    directory.read(directory.write(HEADER, SECTIONS, MEMORY, NOW), LAYOUT, memory, NOW)
+    directory.read(directory.write(HEADER, SECTIONS, MEMORY, NOW).remembered, LAYOUT, memory, NOW)
     assert (memory == MEMORY).all()
 
 
@@ -167,10 +184,10 @@ def test_a_file_that_became_another_is_not_read(directory: StateDirectory, tmp_p
     stored = directory.write(HEADER, SECTIONS, MEMORY, NOW)
     os.unlink(tmp_path / "states" / name_of(HEADER.id))
     with pytest.raises(StateFileError, match="can't be read") as gone:
-        directory.read(stored, LAYOUT, np.empty_like(MEMORY), NOW)
+        directory.read(stored.remembered, LAYOUT, np.empty_like(MEMORY), NOW)
     directory.write(make_header(owner="mallory"), SECTIONS, MEMORY, NOW)
     with pytest.raises(StateFileError, match="expected the header that was there before") as other:
-        directory.read(stored, LAYOUT, np.empty_like(MEMORY), NOW)
+        directory.read(stored.remembered, LAYOUT, np.empty_like(MEMORY), NOW)
     assert (gone.value.flaw, other.value.flaw) == (Flaw.GONE, Flaw.HEADER)
     assert all(HEADER.id.hex() not in str(each.value) for each in (gone, other))
 
@@ -179,5 +196,5 @@ def test_a_large_state_is_read_and_written_in_pieces(directory: StateDirectory) 
     spans = (SpanProgress(position=500, reply_bytes=9_000_001), SpanProgress(position=500, reply_bytes=9_000_000))
     header, memory = make_header(spans=spans), make_memory(spans=spans)
     back = np.zeros_like(memory)
-    directory.read(directory.write(header, LAYOUT.sections(spans), memory, NOW), LAYOUT, back, NOW)
+    directory.read(directory.write(header, LAYOUT.sections(spans), memory, NOW).remembered, LAYOUT, back, NOW)
     assert (back == memory).all()

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rigs.states import FINGERPRINT, LAYOUT, SNAPSHOT, make_header, make_memory
+from rigs.states import FINGERPRINT, GATED_DELTA, LAYOUT, SNAPSHOT, make_header, make_memory
 
 from deltaline_server.snapshots.directory import StateDirectory, name_of
 from deltaline_server.snapshots.files import FileTier, Miss
 from deltaline_server.snapshots.header import Flaw
-from deltaline_server.snapshots.layout import Bytes
+from deltaline_server.snapshots.layout import Bytes, SpanProgress, StateLayer
 from deltaline_server.snapshots.state_file import file_bytes
 
 MEMORY = make_memory()
@@ -67,6 +70,41 @@ async def test_states_are_found_again_after_a_restart(tmp_path: Path) -> None:
     assert await tier.find_all() == [make_header(2), make_header(1)]  # that which was used last comes last
     assert await is_whole(tier, 2) and tier.used_bytes == 2 * SIZE
     await tier.close()
+
+
+async def test_the_order_of_uses_outlasts_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    """Else what was used last would be the first to make way after the next restart."""
+    for now_ns in (10**18, 10**9, 2 * 10**9):
+        clock_ns = partial(int, now_ns)
+        tier = FileTier(StateDirectory(tmp_path / "states"), LAYOUT, FINGERPRINT, 10 * SIZE, clock_ns=clock_ns)
+        found = await tier.find_all()
+        if not found:
+            await stored(tier, 1, 2)
+        assert await is_whole(tier, 1)
+        await stored(tier, 3 + len(found))
+        await tier.close()
+    assert found == [make_header(2), make_header(3), make_header(1), make_header(6)]
+
+
+async def test_what_is_known_of_a_file_does_not_grow_with_its_layers(tmp_path: Path) -> None:
+    """A state of 32 layers has 128 sections, each with a digest: those are read from the file when they are needed."""
+    layout = replace(LAYOUT, layers=tuple(StateLayer(number, 0, GATED_DELTA) for number in range(32)), num_spans=1)
+    tier, count = FileTier(StateDirectory(tmp_path / "states"), layout, FINGERPRINT, 1 << 40), 100
+    for seed in range(count):
+        spans = (SpanProgress(step=1, position=seed),)
+        assert await tier.store(make_header(seed, spans), make_memory(layout, spans)) is None
+    await tier.close()
+    tier = FileTier(StateDirectory(tmp_path / "states"), layout, FINGERPRINT, 1 << 40)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        assert len(await tier.find_all()) == count
+        gc.collect()
+        used = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    await tier.close()
+    assert used / count < 8192  # half of it are the sections of the last 16 that were asked for
 
 
 async def test_the_least_recently_used_make_way(tmp_path: Path) -> None:

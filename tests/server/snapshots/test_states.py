@@ -177,6 +177,17 @@ async def test_another_s_snapshot_is_as_one_that_never_was() -> None:
     assert rig.states.describe(OTHER) == ([], False) and len(rig.states.describe(ANONYMOUS)[0]) == 1
 
 
+async def test_another_s_call_does_not_keep_a_snapshot() -> None:
+    """Who has learned an id can't let its owner's snapshot stay for as long as a call of theirs takes."""
+    rig = make_rig(snapshot_lines=1)
+    first, second = await prefilled(rig, 2)
+    (made,) = await rig.snapshot(first)
+    await decoded(rig, first, 2, 6)
+    async with rig.states.near([made.id], OTHER):
+        await rig.snapshot(second)
+    assert rig.snapshots.renew([made.id], ANONYMOUS, None) == [SnapshotState.EVICTED]
+
+
 async def test_a_lease_runs_out_unless_it_is_renewed_and_a_stall_is_waited_for() -> None:
     rig = make_rig()
     first, second = await prefilled(rig, 2)
@@ -191,6 +202,20 @@ async def test_a_lease_runs_out_unless_it_is_renewed_and_a_stall_is_waited_for()
     rig.now += 1
     rig.states.reap()
     assert rig.states.renew(ids, ANONYMOUS, lease_s=5.0) == [SnapshotState.HELD, SnapshotState.EXPIRED]
+    rig.states.check_integrity()
+
+
+async def test_leases_that_run_out_together_end_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of all states that a restart has found: steps need not wait for the end of thousands."""
+    monkeypatch.setattr(snapshots, "REAPED_AT_ONCE", 2)
+    rig = make_rig()
+    for handle in await prefilled(rig, 3):
+        await rig.snapshot(handle, lease_s=1.5)
+    for _ in range(2):
+        rig.now += 1
+        ended = rig.snapshots.reap()
+    assert (ended, rig.snapshots.num_held) == (2, 1)
+    assert (rig.snapshots.reap(), rig.snapshots.num_held) == (1, 0)
     rig.states.check_integrity()
 
 
@@ -422,3 +447,53 @@ async def test_what_each_snapshot_continues_is_known(monkeypatch: pytest.MonkeyP
     (fifth,) = await rig.snapshot(*rig.open())  # in a slot that another had
     expected = {first: None, second: first, third: first, fourth: second, fifth: None}
     assert told == {one.id: continues and continues.id for one, continues in expected.items()}
+
+
+@pytest.mark.parametrize("way", ["fork", "fork again", "restore"])
+async def test_a_principal_leaves_others_lines_that_its_idle_sequences_wait_on(way: str) -> None:
+    """Two that have yet to step on from a line keep it from everybody; one alone is given it to write."""
+    rig = make_rig(slots=16, snapshot_lines=4, pages=0)
+    greedy, other = Principal(1, "greedy"), Principal(2, "other")
+    parents = [int(one) for one in rig.table.open(5, principal=greedy).handles]
+    for handle in parents:
+        await rig.step((handle, PREFILL, 1, 0, -1, [1.0]), principal=greedy)
+
+    async def branch(parent: int) -> list[int]:
+        if way == "fork":
+            return await rig.fork(parent, principal=greedy)
+        [made] = await rig.snapshot(parent, principal=greedy)
+        return (
+            await rig.fork(parent, principal=greedy) if way == "fork again" else rig.restore(made.id, principal=greedy)
+        )
+
+    children = [await branch(parent) for parent in parents[:2]]
+    with refuses(Reason.NO_SNAPSHOT_LINES) as caught:
+        await branch(parents[2])
+    assert "this principal has 2 " in str(caught.value)
+    (handle,) = rig.table.open(1, principal=other).handles.tolist()
+    await rig.step((handle, PREFILL, 1, 0, -1, [1.0]), principal=other)
+    await rig.snapshot(handle, principal=other)
+    assert len(await rig.fork(handle, principal=other)) == 1
+    for parent in parents[:2]:  # who steps on waits no more
+        await rig.step((parent, DECODE, 2, 1, -1, [2.0]), principal=greedy)
+    assert len(await branch(parents[2])) == len(children[0]) == 1
+    rig.states.check_integrity()
+
+
+@pytest.mark.parametrize("pins", [True, False], ids=["pinned snapshots", "forks"])
+async def test_a_principal_leaves_others_lines_in_one_call_too(pins: bool) -> None:
+    rig = make_rig(slots=16, snapshot_lines=4, pages=0)
+    greedy = Principal(1, "greedy")
+    handles = [int(one) for one in rig.table.open(3, principal=greedy).handles]
+    for handle in handles:
+        await rig.step((handle, PREFILL, 1, 0, -1, [1.0]), principal=greedy)
+
+    async def take(*handles: int) -> None:
+        if pins:
+            await rig.snapshot(*handles, is_pinned=True, principal=greedy)
+        else:
+            await rig.fork(*handles, principal=greedy)
+
+    with refuses(Reason.NO_SNAPSHOT_LINES):
+        await take(*handles)
+    await take(*handles[:2])

@@ -66,6 +66,10 @@ class Room:
                     holders[state.pages] -= 1
         return int(np.count_nonzero((holders > 0) & (holders == self._pages.references())))
 
+    def line_holders(self) -> NDArray[np.int64]:
+        """How often the snapshots that may give way hold each line, int64 [lines + 1]."""
+        return np.bincount(self._read_line.ravel(), minlength=self._lines.num_lines + 1)
+
     def victims(self, short: Needs, count: int, busy: Slots, kept: Collection[bytes] = ()) -> list[bytes]:
         """The snapshots whose end gives what is short, `count` at least, none of those that are kept.
 

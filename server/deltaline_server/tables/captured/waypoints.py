@@ -58,7 +58,7 @@ class WaypointTable:
         ways = self.of_slot.get(slot, {})
         count, num_under_way = sum(one not in ways for one in positions), self._num_of[principal.number]
         with suppress(RequestError):
-            self._snapshots.check_share(count, principal, is_pinned, num_under_way)
+            self._snapshots.shares.check(count, principal, is_pinned, num_under_way)
             self._device.make_room(Needs(count), np.array([slot]), len(self._device.under_way) + count)
 
     def take(self, span: int, slot: int, position: int, principal: Principal, is_pinned: bool) -> int:
@@ -74,7 +74,7 @@ class WaypointTable:
         try:
             needs = Needs(way is None, self._num_copies + is_cut)
             num_under_way = self._num_of[principal.number]
-            self._snapshots.check_share(needs.lines, principal, is_pinned, num_under_way)
+            self._snapshots.shares.check(needs.lines, principal, is_pinned, num_under_way)
             self._device.make_room(needs, np.array([slot]), len(self._device.under_way) + needs.lines)
         except RequestError:
             if way is not None:

@@ -57,15 +57,23 @@ class Found:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
+    """A key of an owner and an origin. stored: the snapshots under it, the first one first."""
+
     owner: int
     hashed: int
     key: bytes
+    position: int
     origin: Origin
-    prefix: StoredPrefix
+    stored: dict[bytes, StoredPrefix]
+
+    @property
+    def prefix(self) -> StoredPrefix:
+        """What is found by the key: the nearest of them, of several the first."""
+        return min(self.stored.values(), key=lambda one: one.tier)
 
 
 class PrefixIndex:
-    """Snapshots by key, at most `num_entries`; of what was evicted and of prompts' keys as much as has places.
+    """Snapshots by key, `num_entries` at most; of what was evicted and of prompts' keys as much as has places.
 
     secret: 16 random bytes or more. A seen or an evicted key is 8 bytes; nothing grows but entries.
     """
@@ -75,6 +83,7 @@ class PrefixIndex:
     ) -> None:
         self.num_entries = num_entries
         self._hash = KeyHash(secret)
+        # By snapshot.
         self._entries: dict[bytes, _Entry] = {}
         # By owner and hash.
         self._tables: dict[int, dict[int, list[_Entry]]] = {}
@@ -85,43 +94,41 @@ class PrefixIndex:
 
     # -- what is stored --------------------------------------------------------------------------------------------
 
-    def register(self, keys: PrefixKeys, owner: int, origin: Origin, stored: StoredPrefix) -> bytes | None:
+    def register(self, keys: PrefixKeys, owner: int, origin: Origin, stored: StoredPrefix) -> bool:
         """A snapshot was stored at the position of one of the keys: find it by that from now on.
 
-        Returns the snapshot that is found by the key: where there was one already, the one that is nearer, else the
-        first; the other is not found by keys any more. None where no key has the position, or the index is full. A
-        snapshot has one key at most: raises ValueError for one that is registered.
+        Returns whether it is: not where no key has the position, or the index is full. Where there are several under a
+        key, the one that is nearest is found, of those the first, and another once that one is gone. A snapshot has one
+        key at most: raises ValueError for one that is registered.
         """
         if stored.snapshot in self._entries:
             raise ValueError("snapshot: expected one that is not registered, got one that is")
         i = keys.index_of(stored.position)
-        if i is None:
-            return None
+        if i is None or len(self._entries) >= self.num_entries:
+            return False
         hashed, key = int(self._hash.of(keys.words[i : i + 1])[0]), keys.words[i].tobytes()
-        same = self._tables.get(owner, {}).get(hashed, ())
-        for entry in same:
-            if entry.key == key and entry.origin == origin:
-                if entry.prefix.tier <= stored.tier:
-                    return entry.prefix.snapshot
-                self._remove(entry)
-                break
-        if len(self._entries) >= self.num_entries:
-            return None
-        entry = _Entry(owner, hashed, key, origin, stored)
+        same = self._tables.setdefault(owner, {}).setdefault(hashed, [])
+        entry = next((one for one in same if one.key == key and one.origin == origin), None)
+        if entry is None:
+            entry = _Entry(owner, hashed, key, stored.position, origin, {})
+            same.append(entry)
+        entry.stored[stored.snapshot] = stored
         self._entries[stored.snapshot] = entry
-        self._tables.setdefault(owner, {}).setdefault(hashed, []).append(entry)
-        return stored.snapshot
+        return True
 
     def moved(self, snapshot: bytes, tier: Tier, num_bytes: int) -> None:
         """A snapshot lies elsewhere now. One that is not registered is passed over."""
         entry = self._entries.get(snapshot)
         if entry is not None:
-            entry.prefix = StoredPrefix(entry.prefix.position, snapshot, tier, num_bytes)
+            entry.stored[snapshot] = StoredPrefix(entry.position, snapshot, tier, num_bytes)
 
     def forget(self, snapshot: bytes, *, is_evicted: bool) -> None:
         """A snapshot is gone; where it was evicted, that is remembered. Idempotent."""
-        entry = self._entries.get(snapshot)
+        entry = self._entries.pop(snapshot, None)
         if entry is None:
+            return
+        del entry.stored[snapshot]
+        if entry.stored:
             return
         self._remove(entry)
         if is_evicted:
@@ -141,11 +148,11 @@ class PrefixIndex:
         """What is stored of an owner's prompt, from which an origin can go on. Changes nothing."""
         hashes = self._hash.of(keys.words)
         matches = self._matches(keys, hashes, owner)
-        usable = [e for e in matches if e.origin == origin and e.prefix.position < keys.prompt_tokens]
+        usable = [e.prefix for e in matches if e.origin == origin and e.position < keys.prompt_tokens]
         prefixes: list[StoredPrefix] = []
-        for entry in usable:
-            if not prefixes or entry.prefix.tier < prefixes[-1].tier:
-                prefixes.append(entry.prefix)
+        for prefix in usable:
+            if not prefixes or prefix.tier < prefixes[-1].tier:
+                prefixes.append(prefix)
         shared = self._shared_position(keys, hashes, owner, origin)
         if prefixes:
             return Found(tuple(prefixes), None, shared if shared > prefixes[0].position else 0)
@@ -175,7 +182,7 @@ class PrefixIndex:
             return Miss.EVICTED
         if any(entry.origin == origin for entry in matches):
             return Miss.TOO_SHORT
-        others = {e.origin.fingerprint for e in matches if e.prefix.position < keys.prompt_tokens}
+        others = {e.origin.fingerprint for e in matches if e.position < keys.prompt_tokens}
         if not others:
             return Miss.NEVER_STORED
         return Miss.OTHER_ADAPTER if origin.fingerprint in others else Miss.OTHER_FINGERPRINT
@@ -197,7 +204,6 @@ class PrefixIndex:
         return self._hash.of_scope(str(owner).encode(), origin.fingerprint, origin.adapter_hash)
 
     def _remove(self, entry: _Entry) -> None:
-        del self._entries[entry.prefix.snapshot]
         table = self._tables[entry.owner]
         table[entry.hashed].remove(entry)
         if not table[entry.hashed]:
@@ -208,12 +214,11 @@ class PrefixIndex:
     def check_integrity(self, held: Container[bytes]) -> None:
         """Raise ValueError unless each snapshot is held and found by its key alone, and the bound holds."""
         listed = [
-            (entry.owner, entry.hashed) == (owner, hashed)
-            and self._entries.get(entry.prefix.snapshot) is entry
-            and entry.prefix.snapshot in held
+            (entry.owner, entry.hashed) == (owner, hashed) and self._entries.get(snapshot) is entry and snapshot in held
             for owner, table in self._tables.items()
             for hashed, entries in table.items()
             for entry in entries
+            for snapshot in entry.stored
         ]
         if not all(listed) or len(listed) != len(self._entries) or len(listed) > self.num_entries:
             raise ValueError("prefix index: keys and snapshots disagree, or there are too many")

@@ -1,0 +1,97 @@
+"""Who waits for what is done one at a time: owners in turn, whoever gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rigs.scheduler_rig import turns
+from rigs.small_models import GATED_DELTA_NET
+from rigs.state_rig import Array, StateRig
+
+from deltaline_server.principal import Principal
+from deltaline_server.snapshots.turns import Turns
+from deltaline_server.step import StepBatch
+from deltaline_server.tables.captured.capture import Needs
+
+MANY, FEW = Principal(1, "many"), Principal(2, "few")
+
+
+def ignored(batch: StepBatch, handles: dict[int, int]) -> Callable[[Array], None]:
+    return lambda hidden: None
+
+
+class Queue:
+    """Tasks that want a turn, by name, and who has it."""
+
+    def __init__(self) -> None:
+        self._turns, self.had, self._ends = Turns(), list[str](), asyncio.Event()
+
+    async def want(self, name: str) -> None:
+        async with self._turns.turn(ord(name[0])):
+            self.had.append(name)
+            self._ends.clear()
+            await self._ends.wait()
+
+    async def end(self) -> None:
+        self._ends.set()
+        await turns()
+
+
+async def test_owners_have_turns_one_after_the_other() -> None:
+    queue = Queue()
+    tasks = {name: asyncio.create_task(queue.want(name)) for name in ("a1", "a2", "a3", "a4", "b1", "c1", "b2")}
+    await turns()
+    for _ in range(7):
+        await queue.end()
+    assert queue.had == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"] and all(task.done() for task in tasks.values())
+    again = asyncio.create_task(queue.want("a5"))
+    await turns()
+    assert queue.had[-1] == "a5"
+    await queue.end()
+    await again
+
+
+async def test_who_gives_up_keeps_nobody_waiting() -> None:
+    queue = Queue()
+    tasks = {name: asyncio.create_task(queue.want(name)) for name in ("a1", "a2", "b1", "b2", "c1")}
+    await turns()
+    tasks["b1"].cancel()
+    tasks["a1"].cancel()  # it has the turn, which b2 gets at once, and gives up as it comes
+    await asyncio.sleep(0)
+    tasks["b2"].cancel()
+    await turns()
+    assert queue.had == ["a1", "c1"]
+    await queue.end()
+    assert queue.had == ["a1", "c1", "a2"]
+    await queue.end()
+    assert all(task.done() for task in tasks.values())
+
+
+async def test_nobody_waits_for_all_that_another_brings_back(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"slots": 4, "snapshot_lines": 4, "pages": 0, "references": 1, "host_bytes": 1 << 20}
+    rig = StateRig(GATED_DELTA_NET, tmp_path, ignored, **sizes)
+    assert rig.moves is not None
+    ids = dict[bytes, Principal]()
+    for principal in (MANY, MANY, MANY, FEW):
+        handles = rig.table.open(1, principal=principal).handles
+        [made] = await rig.states.create(rig.table.server_epoch, handles, principal, lease_s=None, is_pinned=False)
+        rig.table.close(rig.table.server_epoch, np.array(handles), principal)
+        ids[made.id] = principal
+    while rig.moves.is_busy:  # noqa: ASYNC110 - it tells nobody, as nobody but tests waits for it
+        await asyncio.sleep(0.001)
+    rig.snapshots.device.make_room(Needs(), num_snapshots=rig.snapshots.device.limit)
+    rig.engine.eager = False
+    back = [asyncio.create_task(rig.moves.bring_back(id)) for id in ids]
+    for _ in range(2):
+        await turns()
+        rig.engine.run()
+    await turns()
+    assert [task.done() for task in back] == [True, False, False, True]
+    rig.engine.eager = True
+    rig.engine.run()
+    await asyncio.gather(*back)
+    await rig.states.close()
