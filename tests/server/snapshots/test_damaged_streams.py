@@ -245,12 +245,6 @@ async def test_an_adapter_that_is_not_loaded_here_is_refused(place: Place, chang
     await place.take(whole_of(SNAPSHOT, adapter="", adapter_hash=b""))
 
 
-async def test_a_key_that_nobody_could_ask_for_is_refused(place: Place) -> None:
-    with refuses(Reason.INVALID_REQUEST):
-        await place.take(whole_of(SNAPSHOT, key=b"short"))
-    place.check_empty()
-
-
 async def test_a_model_with_more_layers_is_told_as_another_and_lengths_as_lies(place: Place) -> None:
     """Before so much memory is taken as the header asks for."""
     content = bytearray(whole_file(0))
