@@ -15,8 +15,9 @@ from rigs.linked import Driven, hidden_link, tokens
 from rigs.named_servers import Servers, run_round
 from rigs.served import served
 
-from deltaline_client import SequenceState, StateElsewhere, StateLost, Waypoints
+from deltaline_client import SequenceState, SnapshotState, StateElsewhere, StateLost, Waypoints
 from deltaline_server.app import Server
+from deltaline_server.front import requests
 
 pytestmark = pytest.mark.parametrize("device", ["cpu"])
 
@@ -202,6 +203,26 @@ def test_what_is_made_of_a_sequence_is_found_where_it_was_made(
         do(client.close(family))
         assert servers.num_open == [0] * NUM_SERVERS
         assert all(server.runtime.states.snapshots.num_held <= 1 for server in servers.servers)
+
+
+def test_what_is_loaded_or_listed_is_found_where_it_is(
+    driven: Driven, start: Callable[..., Servers], clients: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do, servers = driven.do, start(NUM_SERVERS, host_state_bytes=8 << 20)
+    monkeypatch.setattr(requests, "MAX_SNAPSHOTS", 1)  # of a page
+    with balanced(servers.addresses, round_robin(NUM_SERVERS)) as balancer:
+        client = clients(balancer.address, servers=servers.names)
+        sequence = do(client.open())
+        do(sequence.prefill(tokens(64, 1)))
+        content = do(do(sequence.snapshot()).export())
+        loaded = [do(client.snapshots.load(content)) for _ in range(2 * NUM_SERVERS)]
+        listed = [one for _ in range(NUM_SERVERS) for one in do(client.snapshots.list())]
+        assert {one.id for one in loaded} < {one.id for one in listed} and len(listed) == len(loaded) + 1
+        children = [child for one in (*loaded, *listed) for child in do(one.restore())]
+        assert {one.server for one in children} == set(servers.names)
+        assert set(do(client.snapshots.release(listed))) == {SnapshotState.RELEASED}
+        do(client.close([sequence, *children]))
+        assert servers.num_open == [0] * NUM_SERVERS
 
 
 def test_what_a_server_held_before_it_was_started_again_is_lost(

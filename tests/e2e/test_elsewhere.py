@@ -154,8 +154,10 @@ async def test_who_opens_is_told_the_name(caller: Caller) -> None:
     restored = await caller.ok(
         "RestoreSequences", states.RestoreSequencesRequest(request_id=b"j" * 16, snapshot_id=ids)
     )
+    listed = await caller.ok("ListSnapshots", states.ListSnapshotsRequest())
     info = await caller.ok("GetServerInfo", admin.GetServerInfoRequest())
-    assert {each.server for each in (opened, forked, restored, info)} == {NAME}
+    told = {(each.server_epoch, each.server) for each in (opened, forked, restored, listed, info)}
+    assert told == {(opened.server_epoch, NAME)}
 
 
 @pytest.mark.parametrize("device", ["cpu"])

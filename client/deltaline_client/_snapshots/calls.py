@@ -94,11 +94,16 @@ def find(snapshots: SnapshotsRecord[Any], prefix: Prefix, *, adapter: str | None
 
 
 def list_snapshots(snapshots: SnapshotsRecord[AnySnapshot]) -> Flow[list[AnySnapshot]]:
-    """The snapshots that the server holds for this client's principal, whoever made them, in the order of their ids."""
-    client, found, after = snapshots._client, list[AnySnapshot](), b""
+    """The snapshots that the server holds for this client's principal, whoever made them, in the order of their ids.
+
+    Of several servers behind one address: those of the one that the call comes to.
+    """
+    client, found, after, server = snapshots._client, list[AnySnapshot](), b"", None
     while True:
-        page = yield from retried(client, LIST_SNAPSHOTS, pb.ListSnapshotsRequest(after=after))
-        found += [snapshots._make_snapshot(client, one) for one in page.snapshots]
+        page = yield from retried(client, LIST_SNAPSHOTS, pb.ListSnapshotsRequest(after=after), server)
+        at = Server(page.server_epoch, page.server)
+        found += [snapshots._make_snapshot(client, one, at) for one in page.snapshots]
+        server = at if at.name else None
         if not page.has_more:
             return found
         if not page.snapshots or page.snapshots[-1].snapshot_id <= after:

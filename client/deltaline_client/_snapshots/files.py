@@ -15,7 +15,7 @@ from deltaline.v1 import state_service_pb2 as pb
 from deltaline_client._seconds import MAX_SECONDS, milliseconds
 from deltaline_client._snapshots.snapshot import ID_BYTES, AnySnapshot, SnapshotRecord, SnapshotsRecord, holder_of
 from deltaline_client._state import ClientState, attempted, info
-from deltaline_client._transport.flow import Flow, call, stream
+from deltaline_client._transport.flow import Flow, Server, call, stream
 from deltaline_client._transport.methods import EXPORT_STATE, IMPORT_STATE
 from deltaline_client._transport.retry import Attempts
 
@@ -82,7 +82,7 @@ def load(
                 raise errors[0]
 
     response = yield from attempted(_attempts(client, timeout_s), attempt)
-    return snapshots._make_snapshot(client, response.snapshot)
+    return snapshots._make_snapshot(client, response.snapshot, Server(response.server_epoch, response.server))
 
 
 def _export(snapshot: SnapshotRecord[Any], file: BinaryIO, timeout_s: float | None) -> Flow[None]:

@@ -489,8 +489,14 @@ class ListSnapshotsResponse(_message.Message):
 
     SNAPSHOTS_FIELD_NUMBER: _builtins.int
     HAS_MORE_FIELD_NUMBER: _builtins.int
+    SERVER_EPOCH_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
     has_more: _builtins.bool
     """Whether there are others behind them."""
+    server_epoch: _builtins.int
+    """Which process holds them."""
+    server: _builtins.str
+    """GetServerInfoResponse.server."""
     @_builtins.property
     def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Snapshot]:
         """In the order of their ids."""
@@ -500,10 +506,12 @@ class ListSnapshotsResponse(_message.Message):
         *,
         snapshots: _abc.Iterable[Global___Snapshot] | None = ...,
         has_more: _builtins.bool = ...,
+        server_epoch: _builtins.int = ...,
+        server: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_more", b"has_more", "snapshots", b"snapshots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_more", b"has_more", "server", b"server", "server_epoch", b"server_epoch", "snapshots", b"snapshots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -725,6 +733,12 @@ class ImportStateResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    SERVER_EPOCH_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
+    server_epoch: _builtins.int
+    """Which process holds it."""
+    server: _builtins.str
+    """GetServerInfoResponse.server."""
     @_builtins.property
     def snapshot(self) -> Global___Snapshot:
         """The snapshot."""
@@ -733,10 +747,12 @@ class ImportStateResponse(_message.Message):
         self,
         *,
         snapshot: Global___Snapshot | None = ...,
+        server_epoch: _builtins.int = ...,
+        server: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["server", b"server", "server_epoch", b"server_epoch", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -156,13 +156,15 @@ class Interceptor(grpc.aio.ServerInterceptor):
                     message = parse(deserialize, body)
                 finally:
                     del body
+                untold = audited
                 async with aclosing(handler.unary_stream(message, context)) as responses:
                     async for response in responses:
+                        if untold is not None:  # now: who has taken all of it need not wait for the end
+                            self._did(untold.what, context, untold.values(message))
+                            untold = None
                         rpc.sent.value += 1
                         yield serialize(response)
                         del response
-                if audited is not None:
-                    self._did(audited.what, context, audited.values(message))
 
         async def requests(context: Context) -> AsyncIterator[Any]:
             # Not gRPC's own iterator: an idle stream would hold its last message there, and here too without `del`.

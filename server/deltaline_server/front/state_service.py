@@ -144,6 +144,7 @@ class StateService:
     async def list_snapshots(self, message: pb.ListSnapshotsRequest, context: Context) -> bytes:
         """Tell which snapshots there are."""
         (after, limit), response = requests.read_page(message), pb.ListSnapshotsResponse()
+        response.server_epoch, response.server = self._table.server_epoch, self._identity.name
         while True:
             count = min(limit - len(response.snapshots), AT_ONCE)
             page, response.has_more = self._states.describe(current_principal(), after, count)
@@ -206,7 +207,9 @@ class StateService:
                     reply = self.request_ids.find(*call)
                     if reply is None:
                         snapshot = replies.snapshot(exchange.add(header, principal, lease_s))
-                        reply = pb.ImportStateResponse(snapshot=snapshot).SerializeToString()
+                        reply = pb.ImportStateResponse(
+                            snapshot=snapshot, server_epoch=self._table.server_epoch, server=self._identity.name
+                        ).SerializeToString()
                         self.request_ids.add(*call, reply)
                 return reply
 

@@ -73,7 +73,8 @@ async def server(pace: Pace, make_server: Callable[..., Server]) -> AsyncIterato
 async def wide(pace: Pace, make_server: Callable[..., Server], tmp_path: Path) -> AsyncIterator[Server]:
     path = tmp_path / "wide.json"
     path.write_text(json.dumps(WIDE_MODEL))
-    async with make_server(random_init=str(path), host_state_bytes=1 << 24) as server:
+    audit = str(tmp_path / "audit.jsonl")
+    async with make_server(random_init=str(path), host_state_bytes=1 << 24, audit_log=audit) as server:
         yield server
         host_of(server).check_integrity()
 
@@ -335,8 +336,8 @@ async def test_an_import_that_is_cancelled_leaves_nothing(most: None, channel: A
     ids=["one", "all", "cancels"],
     indirect=["pace"],
 )
-async def test_a_reader_that_stands_still_or_leaves_gives_back_what_it_held(
-    most: None, wide: Server, stands_still: bool
+async def test_a_reader_that_stands_still_or_leaves_gives_back_what_it_held_and_is_in_the_audit(
+    most: None, wide: Server, tmp_path: Path, stands_still: bool
 ) -> None:
     async with grpc.aio.insecure_channel(wide.address, options=NO_AHEAD) as channel:
         state: Any = StateServiceStub(channel)
@@ -353,3 +354,5 @@ async def test_a_reader_that_stands_still_or_leaves_gives_back_what_it_held(
             error = await refused(rest_of(chunks))
             assert (error.code(), reason_of(status_of(error))) == (grpc.StatusCode.DEADLINE_EXCEEDED, "UPLOAD_TIMEOUT")
         await until(lambda: has_room_for_one(wide))
+    lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert [one["message"] for one in lines].count("exported") == 1

@@ -285,7 +285,9 @@ LARGEST: list[Message] = [
     pb.CloseSequencesResponse(state=[CLOSING] * MANY),
     pb.RenewLeasesResponse(state=[CLOSING] * MANY),
     state_pb.FindSnapshotsResponse(match=MATCH),
-    state_pb.ListSnapshotsResponse(snapshots=[SNAPSHOT] * requests.MAX_SNAPSHOTS, has_more=True),
+    state_pb.ListSnapshotsResponse(
+        snapshots=[SNAPSHOT] * requests.MAX_SNAPSHOTS, has_more=True, server_epoch=COUNTER, server=SERVER
+    ),
     state_pb.RenewSnapshotsResponse(state=[state_pb.SNAPSHOT_STATE_LOST] * requests.MAX_SNAPSHOTS),
     state_pb.ReleaseSnapshotsResponse(state=[state_pb.SNAPSHOT_STATE_LOST] * requests.MAX_SNAPSHOTS),
     adapter_pb.ListAdaptersResponse(adapters=[ADAPTER_MESSAGE] * MAX_ADAPTERS),
