@@ -237,10 +237,10 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"expected token ids with spaces between, got {text!r}") from error
 
 
-def random_prompts(vocab_size: int, count: int, max_new_tokens: int, seed: int) -> list[Prompt]:
-    """Make prompts of 12 random tokens."""
+def random_prompts(vocab_size: int, count: int, max_new_tokens: int, seed: int, length: int = 12) -> list[Prompt]:
+    """Make prompts of `length` random tokens."""
     rng = np.random.default_rng(seed)
-    return [Prompt(rng.integers(0, vocab_size, 12).tolist(), max_new_tokens) for _ in range(count)]
+    return [Prompt(rng.integers(0, vocab_size, length).tolist(), max_new_tokens) for _ in range(count)]
 
 
 def expected_tokens(directory: Path, prompts: Sequence[Prompt], end_tokens: set[int]) -> list[list[int]]:

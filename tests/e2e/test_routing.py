@@ -65,10 +65,10 @@ def test_nothing_is_lost_and_nothing_left_open(
     options = {"tls": Tls(tmp_path / "ca.crt") if has_tls else None, "servers": servers.names}
     if policy == BY_AFFINITY:
         options["servers"] = []  # none has to be followed
-    with routed(name, tmp_path, servers.addresses, policy, has_tls=has_tls) as address:
+    with routed(name, tmp_path, servers.addresses, policy, has_tls=has_tls) as router:
         seen = []
         for number in range(CLIENTS):
-            client = clients(address, **options)
+            client = clients(router.address, **options)
             seen += [drive(driven, client, ROUNDS * number + turn) for turn in range(ROUNDS)]
             if policy == BY_AFFINITY:
                 assert len(set.union(*seen[-ROUNDS:])) == 1
@@ -78,7 +78,10 @@ def test_nothing_is_lost_and_nothing_left_open(
 
 def test_unary_calls_of_an_affinity_reach_one_server(start: Callable[..., Servers], tmp_path: Path, name: str) -> None:
     servers = start(NUM_SERVERS)
-    with routed(name, tmp_path, servers.addresses, BY_AFFINITY) as address, grpc.insecure_channel(address) as channel:
+    with (
+        routed(name, tmp_path, servers.addresses, BY_AFFINITY) as router,
+        grpc.insecure_channel(router.address) as channel,
+    ):
         grpc.channel_ready_future(channel).result(60)
         stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
         reached = set()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import yaml
 from rigs.image import ROOT
 
 FOLDER = ROOT / "deploy" / "routing"
-BY_AFFINITY, IN_TURNS = "by affinity", "in turns"
+BY_AFFINITY, IN_TURNS, BY_NAME = "by affinity", "in turns", "by name, else in turns"
 
 
 def free_port() -> int:
@@ -48,7 +50,7 @@ def nginx_options(folder: Path, servers: Sequence[str], port: int, policy: str, 
     text = replaced(text, "http {\n", f"http {{\n    access_log off;\n{temps}")
     text = f"daemon off;\nerror_log stderr;\npid {folder}/nginx.pid;\nworker_processes 1;\n{text}"
     path = folder / "nginx.conf"
-    path.write_text(text)
+    put(path, text)
     return ["-c", str(path), "-p", str(folder), "-e", "stderr"]
 
 
@@ -57,20 +59,32 @@ def envoy_options(folder: Path, servers: Sequence[str], port: int, policy: str, 
     text = (FOLDER / "envoy.yaml").read_text()
     if has_tls:
         text = replaced(replaced(text, "        - filters:\n", ""), "# tls: ", "")
+    if policy == BY_NAME:
+        text = replaced(replaced(text, "      lb_policy: RING_HASH\n", ""), "# name: ", "")
+        text = replaced(replaced(text, ".ring_hash", ".round_robin"), "RingHash", "RoundRobin")
     config: Any = yaml.safe_load(text)
     [listener], [cluster] = (config["static_resources"][key] for key in ("listeners", "clusters"))
     listener["address"]["socket_address"] |= {"address": "127.0.0.1", "port_value": port}
-    # Of names each would be looked up and looked at by itself, and the ring grow while clients open.
-    cluster["type"] = "STATIC"
-    cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
-        {"endpoint": {"address": {"socket_address": {"address": host, "port_value": int(number)}}}}
-        for host, _, number in (server.rpartition(":") for server in servers)
-    ]
+    # Of names each would be looked up and looked at by itself, and the ring grow while clients open. A file of
+    # addresses is read again when another one takes its place.
+    endpoints = folder / "endpoints.yaml"
+    put(endpoints, yaml.safe_dump({"resources": [assignment(cluster.pop("load_assignment"), servers)]}))
+    cluster |= {"type": "EDS", "eds_cluster_config": {"eds_config": {"path_config_source": {"path": str(endpoints)}}}}
+    config["node"] = {"id": "test", "cluster": "test"}
     if policy == IN_TURNS:
         cluster["lb_policy"] = "ROUND_ROBIN"
     path = folder / "envoy.yaml"
-    path.write_text(yaml.safe_dump(config))
+    put(path, yaml.safe_dump(config))
     return ["-c", str(path), "--concurrency", "1", "--disable-hot-restart", "-l", "error"]
+
+
+def assignment(example: Any, servers: Sequence[str]) -> dict[str, Any]:
+    """The example's load assignment with these servers, as Envoy's discovery has it."""
+    example["endpoints"][0]["lb_endpoints"] = [
+        {"endpoint": {"address": {"socket_address": {"address": host, "port_value": int(number)}}}}
+        for host, _, number in (server.rpartition(":") for server in servers)
+    ]
+    return {"@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment", **example}
 
 
 OPTIONS: dict[str, Callable[[Path, Sequence[str], int, str, bool], list[str]]] = {
@@ -79,21 +93,41 @@ OPTIONS: dict[str, Callable[[Path, Sequence[str], int, str, bool], list[str]]] =
 }
 
 
+@dataclass
+class Router:
+    """An example that runs. address: where clients call; lead_to: sends what comes from now on to these servers."""
+
+    address: str
+    lead_to: Callable[[Sequence[str]], None]
+
+
 @contextmanager
-def routed(name: str, folder: Path, servers: Sequence[str], policy: str, *, has_tls: bool = False) -> Iterator[str]:
-    """Run an example before servers; gives its address. Skips where the program is not installed. has_tls: with
-    tls.crt, tls.key and ca.crt of the folder."""
+def routed(name: str, folder: Path, servers: Sequence[str], policy: str, *, has_tls: bool = False) -> Iterator[Router]:
+    """Run an example before servers. Skips where the program is not installed. has_tls: with tls.crt, tls.key and
+    ca.crt of the folder."""
     # A package of Python's may have brought it.
     program = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if program is None:
         pytest.skip(f"{name} is not installed: its example is not run")
     port = free_port()
+
+    def lead_to(servers: Sequence[str]) -> None:
+        OPTIONS[name](folder, servers, port, policy, has_tls)
+        process.send_signal(signal.SIGHUP)  # nginx reads its file again; Envoy has seen its own, and passes over this
+
     with subprocess.Popen([program, *OPTIONS[name](folder, servers, port, policy, has_tls)], cwd=folder) as process:
         try:
-            yield f"127.0.0.1:{port}"
+            yield Router(f"127.0.0.1:{port}", lead_to)
             assert process.poll() is None, f"{name} ended"
         finally:
             process.terminate()
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file, whole in one moment."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def replaced(text: str, old: str, new: str) -> str:

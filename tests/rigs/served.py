@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from deltaline_server.app import Server
 
 
 @contextmanager
 def served(server: Server) -> Iterator[str]:
-    """Run a server; gives its address."""
+    """Run a server until the block ends, or a drain is over; gives its address."""
     is_ready, addresses, stops = threading.Event(), list[str](), list[Callable[[], object]]()
 
     async def serve() -> None:
@@ -21,7 +21,10 @@ def served(server: Server) -> Iterator[str]:
             addresses.append(server.address)
             stops.append(lambda: loop.call_soon_threadsafe(stop.set))
             is_ready.set()
-            await stop.wait()
+            ends = [asyncio.ensure_future(end) for end in (stop.wait(), server.wait())]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
@@ -29,6 +32,7 @@ def served(server: Server) -> Iterator[str]:
         assert is_ready.wait(60)
         yield addresses[0]
     finally:
-        for stop in stops:
-            stop()
+        with suppress(RuntimeError):  # its loop has ended by itself
+            for stop in stops:
+                stop()
         thread.join()
