@@ -359,7 +359,7 @@ def run() -> int:
     print_table(reports)
     if not options.compare:
         return 0
-    print("transformers now does the same, without a cache: a minute or two on a CPU", flush=True)
+    print("transformers now does the same, without a cache: seconds on a CPU, minutes on a busy one", flush=True)
     failed, expected = False, expected_tokens(options.directory, prompts, ends.end_tokens)
     for name, report in reports.items():
         wrong = [i for i, tokens in enumerate(report.tokens) if tokens[: len(expected[i])] != expected[i]]

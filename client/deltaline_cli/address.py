@@ -34,8 +34,8 @@ _ADVICE = (
     ("Hostname Verification", "The certificate of {} is for another name: give that as --tls-name."),
     ("WRONG_VERSION_NUMBER", "What answers at {} speaks no TLS: leave --tls-ca and its like out."),
 )
-# What it says of one that takes a connection and ends it.
-_CUT = "Socket closed"
+# What it says of one that takes a connection and ends it, and of one that takes none.
+_CUT, _REFUSED = "Socket closed", "Connection refused"
 
 
 def add_server(parser: argparse.ArgumentParser, name: str = "server", default: str = "127.0.0.1") -> None:
@@ -83,7 +83,7 @@ def advise(address: str, tls: Tls | None, error: Exception) -> None:
     """Tell on stderr what to do about an address that gave this error, unless a server listens there."""
     advice = [text.format(address) for said, text in _ADVICE if said in str(error)]
     if not advice and not _listens(address, tls):
-        if _CUT in str(error):
+        if _CUT in str(error) or (_REFUSED in str(error) and _takes_connections(address)):
             what = "Does it speak TLS? Give --tls-ca."
             if tls is not None and tls.cert is None:
                 what = "Does it ask for a certificate? Give --tls-cert and --tls-key."
@@ -99,6 +99,16 @@ def advise(address: str, tls: Tls | None, error: Exception) -> None:
             ]
     for line in advice:
         print(line, file=sys.stderr)
+
+
+def _takes_connections(address: str) -> bool:
+    """Whether something does at a host and a port: of a host with several addresses gRPC tells the last one's error."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _listens(address: str, tls: Tls | None) -> bool:

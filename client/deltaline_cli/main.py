@@ -60,7 +60,7 @@ that was computed in several batches are sums: they can exceed the total, and le
 _DEMO = """\
 Writes a small checkpoint, starts a server for it as a process of its own, lets four clients step at once, then
 generates tokens with examples/generate.py, plain and speculatively, and compares them with transformers where that is
-installed. Takes about 20 seconds. Needs deltaline[server].
+installed. Takes about 20 seconds, longer where others use the CPU. Needs deltaline[server].
 """
 
 

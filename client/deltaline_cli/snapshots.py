@@ -127,7 +127,7 @@ def _meant(held: Sequence[Snapshot], beginning: str) -> Snapshot:
     """The one snapshot whose id begins so. Raises ValueError."""
     found = [one for one in held if one.id.hex().startswith(beginning)]
     if len(found) != 1:
-        many = f"{len(found)} do: give more digits" if found else "none does"
+        many = f"{len(found)} begin: give more digits" if found else "none begins"
         raise ValueError(f"ID: expected the beginning of one snapshot's id, got {beginning}, with which {many}")
     return found[0]
 

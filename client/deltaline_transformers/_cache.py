@@ -19,9 +19,9 @@ class DeltalineCache(Cache):
     """One sequence on each server for every row of a batch, opened by the first step.
 
     It is what `generate` returns as `past_key_values`, and takes to go on. The sequences are closed when it goes: by
-    `close`, at the end of `with`, or once nobody has it any more; those of a process that was killed live until their
-    lease ends. A deep copy forks them. Columns are those of `input_ids`, padding included; of a row only real tokens
-    are sent. A step that failed closes it, since what became of its rows is not known here.
+    `close`, at the end of `with`, when the model is closed, or once nobody has it any more; those of a process that was
+    killed live until their lease ends. A deep copy forks them. Columns are those of `input_ids`, padding included; of a
+    row only real tokens are sent. A step that failed closes it, since what became of its rows is not known here.
     """
 
     def __init__(self, servers: Servers) -> None:
@@ -34,6 +34,7 @@ class DeltalineCache(Cache):
         self._num_drafts, self._drafts = 0, False
         # Rows whose end was generated since `begin`: nobody asks for what comes behind it.
         self._end_tokens, self._prompt_columns, self._ended = set[int](), 0, set[int]()
+        servers.caches.add(self)
         weakref.finalize(self, servers.drop, self._sequences)
 
     def begin(self, end_tokens: set[int], prompt_columns: int) -> None:
@@ -91,8 +92,7 @@ class DeltalineCache(Cache):
         try:
             yield
         except BaseException:
-            self._is_closed = True
-            self.servers.drop(self._sequences)
+            self.drop()
             raise
 
     def end_rows(self, tokens: Tensor) -> None:
@@ -148,6 +148,11 @@ class DeltalineCache(Cache):
         """Close the sequences on the servers. Idempotent; a step that comes behind it is refused."""
         self._is_closed = True
         self.servers.close_all(self._sequences)
+
+    def drop(self) -> None:
+        """Close the sequences as `close` does, without waiting for it."""
+        self._is_closed = True
+        self.servers.drop(self._sequences)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self.crop(0)

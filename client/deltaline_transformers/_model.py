@@ -27,7 +27,8 @@ class DeltalineForCausalLM(PreTrainedModel, GenerationMixin):
 
     What generate does with a model goes: greedy search, sampling, beams (by forks), batches with padding on the left,
     going on from `past_key_values`, and assistance by prompt lookup or by another model, whose drafts are verified. It
-    can't be trained, and can't assist another model. Leaving `with`, or `close`, disconnects from the servers.
+    can't be trained, and can't assist another model. Leaving `with`, or `close`, closes its caches and
+    disconnects from the servers.
     """
 
     def __init__(self, config: Any, ends: PreTrainedModel, servers: Servers) -> None:
@@ -115,8 +116,7 @@ class DeltalineForCausalLM(PreTrainedModel, GenerationMixin):
         return self.ends.get_output_embeddings()
 
     def close(self) -> None:
-        """Disconnect from the servers, but for clients that were given. Sequences of caches that are left live until
-        their lease ends."""
+        """Close the sequences of all caches, and disconnect from the servers, but for clients that were given."""
         self._servers.close()
 
     def __enter__(self) -> Self:

@@ -69,6 +69,7 @@ class Servers:
         closer = threading.Thread(target=_close_dropped, args=closing, name="deltaline-closer", daemon=True)
         closer.start()
         self._end = weakref.finalize(self, _end, self._dropped, closer)  # also at the process's end
+        self.caches = weakref.WeakSet[Any]()
 
     def open(self, num_rows: int) -> Sequences:
         """Open a sequence for each row on each server, all or none."""
@@ -138,7 +139,9 @@ class Servers:
         sequences.clear()
 
     def close(self) -> None:
-        """Close what was dropped, and the connections that were made here."""
+        """Close what was dropped and what caches still have, and the connections that were made here."""
+        for cache in list(self.caches):
+            cache.drop()
         self._end()
         for client in self._own:
             client.disconnect()

@@ -25,6 +25,7 @@ from deltaline import address
 from deltaline.address import PORT, with_port
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_cli import demo
+from deltaline_cli.address import advise
 from deltaline_cli.bench.options import parse_bytes
 from deltaline_cli.main import main
 from deltaline_cli.text import plural, readable_bytes, table
@@ -165,6 +166,19 @@ def test_every_command_says_how_to_start_a_server(
     error = capsys.readouterr().err
     assert "No server answers at 127.0.0.1:1. " in error
     assert "deltaline-server --model DIR" in error and "deltaline demo --keep" in error
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_a_host_that_listens_at_one_of_its_addresses_is_not_told_to_start(
+    host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = Exception("last error: ipv6:[::1]: Connection refused")  # what gRPC tells of such a host
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        reached = f"{host}:{listening.getsockname()[1]}"
+        advise(reached, None, refused)
+        assert f"What answers at {reached} ends the connection. Does it speak TLS?" in capsys.readouterr().err
+    advise(reached, None, refused)
+    assert f"No server answers at {reached}." in capsys.readouterr().err
 
 
 def test_load_tells_how_full_it_is(server: Any, capsys: pytest.CaptureFixture[str]) -> None:

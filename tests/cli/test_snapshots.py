@@ -74,7 +74,7 @@ def test_ids_that_begin_alike_are_shown_apart(server: Any, ids: list[str], capsy
     rows = capsys.readouterr().out.splitlines()[1:-1]
     assert {ids[0], twin.hex()} <= {row.split()[0] for row in rows}
     assert snapshots(server, "show", ids[0][:31]) == 1
-    assert "with which 2 do: give more digits" in capsys.readouterr().err
+    assert "with which 2 begin: give more digits" in capsys.readouterr().err
 
 
 def test_a_list_for_programs(server: Any, ids: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,8 +135,8 @@ def test_nothing_is_released_when_one_id_is_wrong(
     server: Any, ids: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, told in (
-        (["1f00", "77"], "expected the beginning of one snapshot's id, got 77, with which none does"),
-        (["1f"], "got 1f, with which 3 do: give more digits"),
+        (["1f00", "77"], "expected the beginning of one snapshot's id, got 77, with which none begins"),
+        (["1f"], "got 1f, with which 3 begin: give more digits"),
     ):
         assert snapshots(server, "release", *arguments) == 1
         assert told in capsys.readouterr().err

@@ -44,14 +44,18 @@ def test_turns_reuse_what_was_said(
         with served(make_server(**options)) as address, Client(address) as client:
             turns = chat.converse(client, ends)
             load = client.load()
+            monkeypatch.setattr(chat, "converse", lambda *_: turns)
+            monkeypatch.setattr(sys, "argv", ["chat.py", str(directory), "--server", address, "--compare"])
+            assert chat.main() == 0
+            shown = capsys.readouterr().out
+            turns[-1].reply[0] ^= 1
+            assert chat.main() == 1, "which looks at every turn's first token"
     finally:
         sys.modules.pop("chat"), sys.modules.pop("generate")
     # Behind a turn, all but the reply's last token is stored.
     said = [SYSTEM, *(SYSTEM + n * (QUESTION + REPLY) - 1 for n in (1, 2))]
     assert [turn.reused for turn in turns] == [0, said[0], said[1], said[2], said[2], said[2], said[1]]
     assert len({tuple(turn.prompt) for turn in turns}) == 7 and load.sequences_open == 0
-    assert chat.are_as_expected(directory, ends, turns)
-    turns[-1].reply[0] ^= 1
-    assert not chat.are_as_expected(directory, ends, turns), "which looks at every turn's first token"
-    chat.print_table(turns)
-    assert f"A, turn 2{len(turns[2].prompt):19}{said[1]:8}{QUESTION + 1:10}" in capsys.readouterr().out
+    assert f"A, turn 2{len(turns[2].prompt):19}{said[1]:8}{QUESTION + 1:10}" in shown
+    assert "the replies are those of transformers" in shown
+    assert "the replies are not those of transformers" in capsys.readouterr().err

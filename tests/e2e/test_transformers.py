@@ -284,6 +284,17 @@ def test_a_model_that_goes_waits_until_its_sequences_are_closed(
     assert client.load().sequences_open == 0
 
 
+def test_a_model_that_is_closed_closes_its_caches(client: CountingClient, checkpoint: Checkpoint) -> None:
+    with DeltalineForCausalLM.from_pretrained(checkpoint.directory, servers=[client]) as model:
+        cache = model(prompts(2)).past_key_values
+        copied = copy.deepcopy(cache)
+        assert client.load().sequences_open == 4
+    assert client.load().sequences_open == 0
+    for one in (cache, copied):
+        with pytest.raises(ValueError, match="this cache is closed"):
+            model(prompts(2), past_key_values=one)
+
+
 def test_a_failed_step_is_the_client_s_error_and_closes_the_cache(model: Any, client: CountingClient) -> None:
     made = greedy(model, prompts(2), 3, return_dict_in_generate=True)
     client.close(client.opened[1:])

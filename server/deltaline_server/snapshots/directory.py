@@ -48,7 +48,7 @@ class StateDirectory:
         except OSError as error:
             hint = "; links are not followed" if error.errno in (errno.ENOTDIR, errno.ELOOP) else ""
             raise StateDirectoryError(
-                f"--state-dir: expected a folder, or to make one, failed ({error.strerror}){hint}"
+                f"--state-dir: expected a folder, or a new name in one, got neither ({error.strerror}){hint}"
             ) from error
         try:
             self._check_and_lock()

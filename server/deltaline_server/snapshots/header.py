@@ -219,7 +219,7 @@ def decode(raw: bytes, layout: StateLayout, fingerprint: bytes) -> StoredHeader:
         raise StateFileError(Flaw.HEADER, "expected a whole header, got one with another digest")
     of, id, adapter_hash, created_ns, flags, num_spans, num_sections, *texts = _FIXED.unpack_from(raw, PREAMBLE.size)
     if of != fingerprint:
-        raise StateFileError(Flaw.FINGERPRINT, "expected the state of another model or other settings")
+        raise StateFileError(Flaw.FINGERPRINT, "expected a state of this model and settings, got another")
     if num_spans != layout.num_spans:
         raise StateFileError(Flaw.SECTIONS, f"spans: expected {layout.num_spans}, got {num_spans}")
     size = PREAMBLE.size + _FIXED.size + sum(texts) + num_spans * NUM_PROGRESS_FIELDS * 8

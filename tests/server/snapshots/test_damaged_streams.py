@@ -253,6 +253,7 @@ async def test_a_model_with_more_layers_is_told_as_another_and_lengths_as_lies(p
     with refuses(Reason.INVALID_REQUEST):
         await place.take(bytes(content))
     content[40] ^= 1
-    with refuses(Reason.STATE_MISMATCH):
+    with refuses(Reason.STATE_MISMATCH) as caught:
         await place.take(bytes(content))
+    assert "expected a state of this model and settings, got another" in caught.value.refusal.message
     place.check_empty()
