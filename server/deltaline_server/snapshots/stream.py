@@ -17,6 +17,7 @@ from deltaline_server.finite import all_finite
 from deltaline_server.snapshots.header import (
     FINGERPRINT_BYTES,
     ID_BYTES,
+    MAX_ADAPTER_BYTES,
     MAX_KEY_BYTES,
     MAX_TEXT_BYTES,
     PREAMBLE,
@@ -162,6 +163,6 @@ def _most_header_bytes(layout: StateLayout) -> int:
     """Bytes of the longest header of a snapshot."""
     records = min(layout.max_draft, 1)
     most = SpanProgress(position=1, records_0=records, records_1=records, num_commits=1, reply_bytes=1)
-    spans, text = (most,) * layout.num_spans, "x" * MAX_TEXT_BYTES
-    header = StateHeader(bytes(ID_BYTES), bytes(FINGERPRINT_BYTES), text, spans, text, key=bytes(MAX_KEY_BYTES))
+    spans, owner, adapter = (most,) * layout.num_spans, "x" * MAX_TEXT_BYTES, "x" * MAX_ADAPTER_BYTES
+    header = StateHeader(bytes(ID_BYTES), bytes(FINGERPRINT_BYTES), owner, spans, adapter, key=bytes(MAX_KEY_BYTES))
     return header.num_bytes(len(layout.sections(spans)))
