@@ -149,3 +149,19 @@ async def imported_by(
         async with exchange.received(arriving, stored, owner, is_pinned=False) as header:
             [handle] = (await rig.states.open_stored(header, owner, lease_s)).tolist()
     return int(handle)
+
+
+def check_idle(*rigs: StateRig) -> None:
+    """Nothing is left of what travelled but sequences."""
+    for rig in rigs:
+        assert rig.tiers.host is not None and rig.tiers.host.used_bytes == 0
+        rig.tiers.host.check_integrity()
+        rig.states.check_integrity()
+
+
+async def prefilled(rig: StateRig) -> Traveller:
+    """So far that a verify's drafts begin a page."""
+    one = opened(rig)
+    for span in range(len(one.cells)):
+        await one.step(span, RowKind.PREFILL, 46)
+    return one

@@ -701,6 +701,7 @@ class ImportStateRequest(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """As in ForkSequencesRequest; sent again the state is imported once, and is told as soon as its header came."""
     lease_ms: _builtins.int
@@ -717,6 +718,10 @@ class ImportStateRequest(_message.Message):
     STATE_MISMATCH. Of what no server writes, as lengths that don't fit, sections out of order or a progress that can't
     be: INVALID_ARGUMENT, reason INVALID_REQUEST; of values that are not finite: reason NON_FINITE_INPUT.
     """
+    sequence: _builtins.bool
+    """Whether a sequence is to be opened. The file has to be of one, and without it of a snapshot: else INVALID_ARGUMENT,
+    reason INVALID_REQUEST.
+    """
     def __init__(
         self,
         *,
@@ -724,10 +729,11 @@ class ImportStateRequest(_message.Message):
         lease_ms: _builtins.int = ...,
         pinned: _builtins.bool = ...,
         chunk: _builtins.bytes = ...,
+        sequence: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "lease_ms", b"lease_ms", "pinned", b"pinned", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "lease_ms", b"lease_ms", "pinned", b"pinned", "request_id", b"request_id", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -752,11 +758,11 @@ class ImportStateResponse(_message.Message):
     """GetServerInfoResponse.server."""
     @_builtins.property
     def snapshot(self) -> Global___Snapshot:
-        """The snapshot, where a snapshot was exported."""
+        """The snapshot, unless a sequence was opened."""
 
     @_builtins.property
     def sequence(self) -> _layer_service_pb2.SequenceDescription:
-        """The sequence, where a sequence was exported: under a handle of its own, with the steps and positions that it had.
+        """The sequence that was opened: under a handle of its own, with the steps and positions that it had.
         Refused as in OpenSequencesRequest; no room for its replies, or its pages: RESOURCE_EXHAUSTED, reason
         REPLY_BYTES_EXHAUSTED or PAGES_EXHAUSTED.
         """

@@ -206,7 +206,10 @@ class StateService:
                 reply = self.request_ids.find(*call)
                 if reply is not None:
                     return reply
-                if stored.header.is_sequence:
+                if stored.header.is_sequence != asked.sequence:
+                    message = "sequence: must be set for the state of a sequence, and not for that of a snapshot"
+                    raise RequestError(Reason.INVALID_REQUEST, message, field="sequence")
+                if asked.sequence:
                     return await self._import_sequence(asked, arriving, stored, principal, call)
                 async with exchange.received(arriving, stored, principal, is_pinned=asked.pinned) as header:
                     # The same call may have come again, and been faster.

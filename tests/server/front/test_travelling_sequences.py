@@ -59,7 +59,8 @@ async def export(state: Any, opened: Any, **options: Any) -> bytes:
 
 
 def messages(content: bytes, cut: int = 10_000, **fields: Any) -> Iterator[pb.ImportStateRequest]:
-    yield pb.ImportStateRequest(**({"request_id": ID} | fields))
+    values: dict[str, Any] = {"request_id": ID, "sequence": True}
+    yield pb.ImportStateRequest(**(values | fields))
     for at in range(0, len(content), cut):
         yield pb.ImportStateRequest(chunk=content[at : at + cut])
 
@@ -117,15 +118,29 @@ async def test_what_can_not_be_asked_of_a_sequence_is_refused(stub: Any, state: 
     ):
         error = await refused(state.ExportState(pb.ExportStateRequest(**fields)).read())
         assert reason_of(status_of(error)) == reason, fields
+    assert server.metrics.registry.get_sample_value("deltaline_unknown_handles_total") == 2
     whole = await export(state, opened)
     for content, fields, reason in (
         (whole, {"pinned": True}, "INVALID_REQUEST"),
+        (whole, {"sequence": False}, "INVALID_REQUEST"),
         (whole, {"lease_ms": 1 << 50}, "INVALID_REQUEST"),
         (whole[:-1], {}, "STATE_DAMAGED"),
     ):
         error = await refused(state.ImportState(messages(content, **fields)))
         assert reason_of(status_of(error)) == reason, fields
     assert server.runtime.table.num_open == 1
+
+
+async def test_an_epoch_goes_before_the_name_of_another_server(stub: Any, state: Any) -> None:
+    opened = await stepped(stub)
+    by_name = {"metadata": (("deltaline-server", "another:1"),)}
+    assert await export(state, opened, **by_name)
+    for fields in (
+        {"snapshot_id": bytes(16)},
+        {"server_epoch": opened.server_epoch ^ 1, "sequence": opened.sequence[0]},
+    ):
+        error = await refused(state.ExportState(pb.ExportStateRequest(**fields), **by_name).read())
+        assert reason_of(status_of(error)) == "STATE_ELSEWHERE"
 
 
 async def test_another_s_sequence_can_not_be_exported_and_an_import_is_the_caller_s(
