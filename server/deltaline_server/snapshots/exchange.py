@@ -71,7 +71,6 @@ class Exchange:
         await self._moves.bring_to_host(id)
         if self._host.find(id) is None:
             self._snapshots.check_own(id, owner)
-            raise self._host.no_room(0)
         async with aclosing(self.pieces(id, owner, pause_s=pause_s, whole_s=whole_s)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -79,10 +78,11 @@ class Exchange:
     async def pieces(
         self, id: bytes, owner: Principal, *, pause_s: float, whole_s: float
     ) -> AsyncGenerator[bytes, None]:
-        """A state that lies in host memory now as a file, in pieces, as `export` gives it. Raises RequestError
-        NO_SNAPSHOT_LINES where its principal would have too much there; UPLOAD_TIMEOUT."""
+        """A state that came to host memory just now as a file, in pieces, as `export` gives it. Raises RequestError
+        NO_SNAPSHOT_LINES where it had to make way, or its principal would have too much there; UPLOAD_TIMEOUT."""
         header = self._host.find(id)
-        assert header is not None
+        if header is None:
+            raise self._host.no_room(0)
         with ExitStack() as held:
             held.enter_context(self._place(owner, self._host.size_of(id)))
             memory = held.enter_context(self._host.use(id))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -147,8 +148,9 @@ async def test_another_s_sequence_can_not_be_exported_and_an_import_is_the_calle
     make_server: Callable[..., Server], tmp_path: Path
 ) -> None:
     principals = write_principals(tmp_path / "p.toml", entry("a", "step"), entry("b", "step", quotas={"sequences": 1}))
+    audit = tmp_path / "audit.jsonl"
     async with (
-        make_server(principals=principals, host_state_bytes=1 << 22) as server,
+        make_server(principals=principals, audit_log=str(audit), host_state_bytes=1 << 22) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         stub: Any = LayerServiceStub(channel)
@@ -164,3 +166,6 @@ async def test_another_s_sequence_can_not_be_exported_and_an_import_is_the_calle
         assert (of_b.state, of_a.state) == (layers.SEQUENCE_STATE_OPEN, layers.SEQUENCE_STATE_UNKNOWN)
         error = await refused(state.ImportState(messages(content, request_id=b"j" * 16), **b))
         assert reason_of(status_of(error)) == "QUOTA_EXCEEDED"
+    lines = [json.loads(line) for line in audit.read_text().splitlines()]
+    did = [(one["message"], one["principal"], one.get("sequences")) for one in lines if one["message"] != "refused"]
+    assert did == [("opened", "a", None), ("exported", "a", 1), ("imported", "b", 1)]

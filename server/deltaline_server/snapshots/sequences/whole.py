@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.device.transfer import StatePlace
 from deltaline_server.snapshots.header import StateFileError, StateHeader
@@ -189,11 +188,7 @@ class WholeSequences:
         try:
             lines = table.lines.allocate(1, zeroes=False)
             if table.pages is not None:
-                ends = np.array([num_tokens])
-                if table.pages.lacking(lines, ends).any():
-                    message = "too few pages of keys and values are free for the sequence"
-                    raise RequestError(Reason.PAGES_EXHAUSTED, message, retry_after_s=0.05)
-                table.pages.grant(lines, ends)
+                table.pages.grant(lines, np.array([num_tokens]))
         except BaseException:
             table.lines.release(lines.tolist())
             table.adapters.give_back(adapter, 1)
