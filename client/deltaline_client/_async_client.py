@@ -132,6 +132,21 @@ class AsyncClient(ClientState):
         opening = sequences.open_sequences(self, AsyncSequence, count, lease_s, adapter, snapshot_id, prefix, reuse, at)
         return await self._run(opening)
 
+    async def load_sequence(
+        self,
+        source: str | os.PathLike[str] | bytes,
+        *,
+        lease_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncSequence:
+        """Open a sequence that goes on where one stood that was saved (`AsyncSequence.save`, `export`): with
+        the next step, or the commit of its last verify. Sent again by itself, it is opened once.
+
+        source: a file's path, or the bytes. lease_s: how long it lives without a step; default the server's. timeout_s:
+        with all retries, default the client's. Raises as Snapshots.load, and as open_many where there is no room.
+        """
+        return await self._run(snapshot_files.load_sequence(self, AsyncSequence, source, lease_s, timeout_s))
+
     @property
     def adapters(self) -> AsyncAdapters:
         """The adapters of the server: load, unload, list."""
@@ -189,6 +204,8 @@ class AsyncSequence(SequenceRecord):
     commit = awaited(calls.commit_one)
     close = awaited(calls.close_one)
     fork = awaited(snapshot_calls.fork)
+    export = awaited(snapshot_files.export_sequence)
+    save = awaited(snapshot_files.save_sequence)
 
     async def snapshot(
         self, *, key: bytes | None = None, pin: bool = False, lease_s: float | None = None

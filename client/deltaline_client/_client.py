@@ -152,6 +152,21 @@ class Client(ClientState):
         opening = sequences.open_sequences(self, Sequence, count, lease_s, adapter, snapshot_id, prefix, reuse, at)
         return self._run(opening)
 
+    def load_sequence(
+        self,
+        source: str | os.PathLike[str] | bytes,
+        *,
+        lease_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Sequence:
+        """Open a sequence that goes on where one stood that was saved (`Sequence.save`, `export`): with
+        the next step, or the commit of its last verify. Sent again by itself, it is opened once.
+
+        source: a file's path, or the bytes. lease_s: how long it lives without a step; default the server's. timeout_s:
+        with all retries, default the client's. Raises as Snapshots.load, and as open_many where there is no room.
+        """
+        return self._run(snapshot_files.load_sequence(self, Sequence, source, lease_s, timeout_s))
+
     @property
     def adapters(self) -> Adapters:
         """The adapters of the server: load, unload, list."""
@@ -213,6 +228,8 @@ class Sequence(SequenceRecord):
     commit = blocking(calls.commit_one)
     close = blocking(calls.close_one)
     fork = blocking(snapshot_calls.fork)
+    export = blocking(snapshot_files.export_sequence)
+    save = blocking(snapshot_files.save_sequence)
 
     def snapshot(self, *, key: bytes | None = None, pin: bool = False, lease_s: float | None = None) -> Snapshot:
         """Capture the state now; the sequence goes on. As Snapshots.create of this one; key: that of its tokens so far,

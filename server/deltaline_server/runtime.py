@@ -146,8 +146,15 @@ class Runtime:
         tiers = Tiers.open(config, model, pool, pinning)
         moves = tiers.moves(model, pool, engine.transfer, snapshots, capture, table.adapters)
         exchange = tiers.exchange(model, pool, moves, snapshots, table.adapters)
+        wholes = tiers.wholes(model, moves, table, engine.place_pages, scheduler.reserve_replies)
         states = States(
-            table=table, capture=capture, snapshots=snapshots, scheduler=scheduler, moves=moves, exchange=exchange
+            table=table,
+            capture=capture,
+            snapshots=snapshots,
+            scheduler=scheduler,
+            moves=moves,
+            exchange=exchange,
+            wholes=wholes,
         )
         return cls(
             config, model, pool, executor, engine, table, scheduler, states, regions, link_regions, adapters, tiers

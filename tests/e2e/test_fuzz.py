@@ -163,7 +163,8 @@ def beyond(call: MutatedCall, info: Any) -> str:
         for name, bound in bounds.items():
             if getattr(message, name, bound.start) not in bound:
                 return name
-        if len(getattr(message, "sequence", "?")) not in range(1, info.max_sequences + 1):
+        named = getattr(message, "sequence", "?")
+        if not isinstance(named, int) and len(named) not in range(1, info.max_sequences + 1):
             return "sequence"
         for name in ("open_token", "after"):
             if len(getattr(message, name, "")) not in (0, 16):
@@ -320,17 +321,25 @@ async def one_connection(
         said = await way.call(METHODS[STATE + "CreateSnapshots"], [asked.SerializeToString()], headers("mutator"), 60.0)
         made = state_service_pb2.CreateSnapshotsResponse.FromString(said.replies[0]).snapshots
         ids = [one.snapshot_id for one in made]
-        export = state_service_pb2.ExportStateRequest(snapshot_id=ids[0]).SerializeToString()
-        said = await way.call(METHODS[STATE + "ExportState"], [export], headers("mutator"), 60.0)
-        chunks = [state_service_pb2.ExportStateResponse.FromString(reply).chunk for reply in said.replies]
+        exported = []
+        for export in (
+            state_service_pb2.ExportStateRequest(snapshot_id=ids[0]),
+            state_service_pb2.ExportStateRequest(server_epoch=epoch, sequence=level[0].handle),
+        ):
+            said = await way.call(
+                METHODS[STATE + "ExportState"], [export.SerializeToString()], headers("mutator"), 60.0
+            )
+            chunks = [state_service_pb2.ExportStateResponse.FromString(reply).chunk for reply in said.replies]
+            exported.append(b"".join(chunks))
         held = Held(
             epoch,
             [one.handle for one in victims],
             [one.handle for one in level],
             ids,
-            b"".join(chunks),
-            region,
-            "mutator",
+            state=exported[0],
+            whole=exported[1],
+            region=region,
+            name="mutator",
         )
 
         async def one(number: int) -> None:

@@ -64,13 +64,15 @@ class MutatedCall(NamedTuple):
 @dataclass(frozen=True)
 class Held:
     """What the valid calls are about. victims, snapshots: handles and ids, with which anything may be done. level:
-    handles of sequences that are not stepped, so that their spans are at one position. state: one of them exported."""
+    handles of sequences that are not stepped, so that their spans are at one position. state, whole: a snapshot and a
+    sequence, exported."""
 
     epoch: int
     victims: Sequence[int]
     level: Sequence[int]
     snapshots: Sequence[bytes]
     state: bytes
+    whole: bytes
     region: int
     name: str
     """Of the principal who calls."""
@@ -178,10 +180,15 @@ def _valid(method: MethodDescriptor, held: Held, rng: Random) -> list[Message]:
             after = rng.choice((b"", bytes(16), rng.choice(held.snapshots)))
             made = state_service_pb2.ListSnapshotsRequest(after=after, limit=rng.choice((0, 1, 4096)))
         case "ExportState":
-            made = state_service_pb2.ExportStateRequest(snapshot_id=rng.choice(held.snapshots))
+            named = {"server_epoch": epoch, "sequence": some[0]}
+            what = rng.choice(({"snapshot_id": rng.choice(held.snapshots)}, named))
+            made = state_service_pb2.ExportStateRequest(**what)
         case "ImportState":
-            first = state_service_pb2.ImportStateRequest(request_id=_request_id(rng), pinned=rng.random() < 0.1)
-            pieces = [held.state[i : i + _PIECE] for i in range(0, len(held.state), _PIECE)]
+            content, what = rng.choice(
+                ((held.state, {"pinned": rng.random() < 0.1}), (held.whole, {"sequence": True, "lease_ms": 1000}))
+            )
+            first = state_service_pb2.ImportStateRequest(request_id=_request_id(rng), **what)
+            pieces = [content[i : i + _PIECE] for i in range(0, len(content), _PIECE)]
             return [first, *(state_service_pb2.ImportStateRequest(chunk=piece) for piece in pieces)]
         case "CreateSharedMemory":
             made = admin_service_pb2.CreateSharedMemoryRequest(size_bytes=100, lease_ms=1000)

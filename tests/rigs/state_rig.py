@@ -320,6 +320,9 @@ class StateRig:
             scheduler=self.scheduler,
             moves=self.moves,
             exchange=self.exchange,
+            wholes=self.tiers.wholes(
+                self.model, self.moves, self.table, self.engine.place_pages, self.scheduler.reserve_replies
+            ),
         )
 
     def reference(self, history: Sequence[Entry]) -> tuple[int, Reference]:

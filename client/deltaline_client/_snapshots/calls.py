@@ -42,6 +42,7 @@ from deltaline_client._transport.methods import (
 # Ids of one request.
 _MAX_IDS = 4096
 
+T = TypeVar("T")
 StateResponse = TypeVar("StateResponse", pb.RenewSnapshotsResponse, pb.ReleaseSnapshotsResponse)
 
 # On the snapshots of a client.
@@ -203,6 +204,12 @@ def _captured(
     client: ClientState, sequences: Sequence[SequenceRecord], method: Method[Request, Response], request: Request
 ) -> Flow[Response]:
     """Call a method that captures sequences while no other call steps them. Raises StepUnfinished, SequenceBusy."""
+    return (yield from while_held(client, sequences, retried(client, method, request, _holder(sequences))))
+
+
+def while_held(client: ClientState, sequences: Sequence[SequenceRecord], work: Flow[T]) -> Flow[T]:
+    """Do work on sequences, not yet begun, while no other call steps them; commits that wait for a step are made first.
+    Raises StepUnfinished, SequenceBusy."""
     spans = range(len((yield from info(client)).spans))
     for span in spans:
         waiting = [one for one in sequences if one.progress(span).accepted is not None]
@@ -214,7 +221,7 @@ def _captured(
             hold = held.enter_context(Hold(Group.of(client, sequences), span))
             if hold.numbers[UNFINISHED].any():
                 raise StepUnfinished("a step of this sequence has an unknown outcome; resume it first")
-        return (yield from retried(client, method, request, _holder(sequences)))
+        return (yield from work)
 
 
 def _states(

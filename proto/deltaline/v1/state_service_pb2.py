@@ -22,58 +22,59 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from deltaline.v1 import layer_service_pb2 as deltaline_dot_v1_dot_layer__service__pb2
 from deltaline.v1 import prefix_pb2 as deltaline_dot_v1_dot_prefix__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n deltaline/v1/state_service.proto\x12\x0c\x64\x65ltaline.v1\x1a\x19\x64\x65ltaline/v1/prefix.proto\"\xce\x01\n\x08Snapshot\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x14\n\x0c\x61\x64\x61pter_hash\x18\x04 \x01(\x0c\x12\x0e\n\x06pinned\x18\x05 \x01(\x08\x12\x1a\n\x12lease_remaining_ms\x18\x06 \x01(\x04\x12\x12\n\nsize_bytes\x18\x07 \x01(\x04\x12 \n\x04tier\x18\x08 \x01(\x0e\x32\x12.deltaline.v1.Tier\x12\x12\n\ncreated_ms\x18\t \x01(\x04\"]\n\x10RestoredSequence\x12\x10\n\x08sequence\x18\x01 \x01(\x06\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x14\n\x0c\x61\x64\x61pter_hash\x18\x04 \x01(\x0c\"s\n\x14\x46orkSequencesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x14\n\x0cserver_epoch\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x03(\x06\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\x04\"s\n\x15\x46orkSequencesResponse\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x03(\x06\x12\x10\n\x08position\x18\x03 \x03(\x06\x12\x10\n\x08lease_ms\x18\x04 \x01(\x04\x12\x0e\n\x06server\x18\x05 \x01(\t\"\x8a\x01\n\x16\x43reateSnapshotsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x14\n\x0cserver_epoch\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x03(\x06\x12\x10\n\x08lease_ms\x18\x04 \x01(\x04\x12\x0e\n\x06pinned\x18\x05 \x01(\x08\x12\x12\n\nprefix_key\x18\x06 \x03(\x0c\"D\n\x17\x43reateSnapshotsResponse\x12)\n\tsnapshots\x18\x01 \x03(\x0b\x32\x16.deltaline.v1.Snapshot\"T\n\x17RestoreSequencesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x13\n\x0bsnapshot_id\x18\x02 \x03(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\"\x85\x01\n\x18RestoreSequencesResponse\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x31\n\tsequences\x18\x02 \x03(\x0b\x32\x1e.deltaline.v1.RestoredSequence\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\x12\x0e\n\x06server\x18\x04 \x01(\t\"Q\n\x14\x46indSnapshotsRequest\x12(\n\x06prefix\x18\x01 \x01(\x0b\x32\x18.deltaline.v1.PrefixKeys\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\"A\n\x15\x46indSnapshotsResponse\x12(\n\x05match\x18\x01 \x01(\x0b\x32\x19.deltaline.v1.PrefixMatch\"4\n\x14ListSnapshotsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x0c\x12\r\n\x05limit\x18\x02 \x01(\r\"z\n\x15ListSnapshotsResponse\x12)\n\tsnapshots\x18\x01 \x03(\x0b\x32\x16.deltaline.v1.Snapshot\x12\x10\n\x08has_more\x18\x02 \x01(\x08\x12\x14\n\x0cserver_epoch\x18\x03 \x01(\x06\x12\x0e\n\x06server\x18\x04 \x01(\t\"R\n\x15RenewSnapshotsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x13\n\x0bsnapshot_id\x18\x02 \x03(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\"D\n\x16RenewSnapshotsResponse\x12*\n\x05state\x18\x01 \x03(\x0e\x32\x1b.deltaline.v1.SnapshotState\"B\n\x17ReleaseSnapshotsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x13\n\x0bsnapshot_id\x18\x02 \x03(\x0c\"F\n\x18ReleaseSnapshotsResponse\x12*\n\x05state\x18\x01 \x03(\x0e\x32\x1b.deltaline.v1.SnapshotState\")\n\x12\x45xportStateRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\x0c\"$\n\x13\x45xportStateResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"Y\n\x12ImportStateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\r\n\x05\x63hunk\x18\x04 \x01(\x0c\"e\n\x13ImportStateResponse\x12(\n\x08snapshot\x18\x01 \x01(\x0b\x32\x16.deltaline.v1.Snapshot\x12\x14\n\x0cserver_epoch\x18\x02 \x01(\x06\x12\x0e\n\x06server\x18\x03 \x01(\t*\xd2\x01\n\rSnapshotState\x12\x1e\n\x1aSNAPSHOT_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13SNAPSHOT_STATE_HELD\x10\x01\x12\x1a\n\x16SNAPSHOT_STATE_UNKNOWN\x10\x02\x12\x1a\n\x16SNAPSHOT_STATE_EXPIRED\x10\x03\x12\x1b\n\x17SNAPSHOT_STATE_RELEASED\x10\x04\x12\x1a\n\x16SNAPSHOT_STATE_EVICTED\x10\x05\x12\x17\n\x13SNAPSHOT_STATE_LOST\x10\x06\x32\xcb\x06\n\x0cStateService\x12X\n\rForkSequences\x12\".deltaline.v1.ForkSequencesRequest\x1a#.deltaline.v1.ForkSequencesResponse\x12^\n\x0f\x43reateSnapshots\x12$.deltaline.v1.CreateSnapshotsRequest\x1a%.deltaline.v1.CreateSnapshotsResponse\x12\x61\n\x10RestoreSequences\x12%.deltaline.v1.RestoreSequencesRequest\x1a&.deltaline.v1.RestoreSequencesResponse\x12X\n\rFindSnapshots\x12\".deltaline.v1.FindSnapshotsRequest\x1a#.deltaline.v1.FindSnapshotsResponse\x12X\n\rListSnapshots\x12\".deltaline.v1.ListSnapshotsRequest\x1a#.deltaline.v1.ListSnapshotsResponse\x12[\n\x0eRenewSnapshots\x12#.deltaline.v1.RenewSnapshotsRequest\x1a$.deltaline.v1.RenewSnapshotsResponse\x12\x61\n\x10ReleaseSnapshots\x12%.deltaline.v1.ReleaseSnapshotsRequest\x1a&.deltaline.v1.ReleaseSnapshotsResponse\x12T\n\x0b\x45xportState\x12 .deltaline.v1.ExportStateRequest\x1a!.deltaline.v1.ExportStateResponse0\x01\x12T\n\x0bImportState\x12 .deltaline.v1.ImportStateRequest\x1a!.deltaline.v1.ImportStateResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n deltaline/v1/state_service.proto\x12\x0c\x64\x65ltaline.v1\x1a deltaline/v1/layer_service.proto\x1a\x19\x64\x65ltaline/v1/prefix.proto\"\xce\x01\n\x08Snapshot\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x14\n\x0c\x61\x64\x61pter_hash\x18\x04 \x01(\x0c\x12\x0e\n\x06pinned\x18\x05 \x01(\x08\x12\x1a\n\x12lease_remaining_ms\x18\x06 \x01(\x04\x12\x12\n\nsize_bytes\x18\x07 \x01(\x04\x12 \n\x04tier\x18\x08 \x01(\x0e\x32\x12.deltaline.v1.Tier\x12\x12\n\ncreated_ms\x18\t \x01(\x04\"]\n\x10RestoredSequence\x12\x10\n\x08sequence\x18\x01 \x01(\x06\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x14\n\x0c\x61\x64\x61pter_hash\x18\x04 \x01(\x0c\"s\n\x14\x46orkSequencesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x14\n\x0cserver_epoch\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x03(\x06\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\x04\"s\n\x15\x46orkSequencesResponse\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x03(\x06\x12\x10\n\x08position\x18\x03 \x03(\x06\x12\x10\n\x08lease_ms\x18\x04 \x01(\x04\x12\x0e\n\x06server\x18\x05 \x01(\t\"\x8a\x01\n\x16\x43reateSnapshotsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x14\n\x0cserver_epoch\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x03(\x06\x12\x10\n\x08lease_ms\x18\x04 \x01(\x04\x12\x0e\n\x06pinned\x18\x05 \x01(\x08\x12\x12\n\nprefix_key\x18\x06 \x03(\x0c\"D\n\x17\x43reateSnapshotsResponse\x12)\n\tsnapshots\x18\x01 \x03(\x0b\x32\x16.deltaline.v1.Snapshot\"T\n\x17RestoreSequencesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x13\n\x0bsnapshot_id\x18\x02 \x03(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\"\x85\x01\n\x18RestoreSequencesResponse\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x31\n\tsequences\x18\x02 \x03(\x0b\x32\x1e.deltaline.v1.RestoredSequence\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\x12\x0e\n\x06server\x18\x04 \x01(\t\"Q\n\x14\x46indSnapshotsRequest\x12(\n\x06prefix\x18\x01 \x01(\x0b\x32\x18.deltaline.v1.PrefixKeys\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\"A\n\x15\x46indSnapshotsResponse\x12(\n\x05match\x18\x01 \x01(\x0b\x32\x19.deltaline.v1.PrefixMatch\"4\n\x14ListSnapshotsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x0c\x12\r\n\x05limit\x18\x02 \x01(\r\"z\n\x15ListSnapshotsResponse\x12)\n\tsnapshots\x18\x01 \x03(\x0b\x32\x16.deltaline.v1.Snapshot\x12\x10\n\x08has_more\x18\x02 \x01(\x08\x12\x14\n\x0cserver_epoch\x18\x03 \x01(\x06\x12\x0e\n\x06server\x18\x04 \x01(\t\"R\n\x15RenewSnapshotsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x13\n\x0bsnapshot_id\x18\x02 \x03(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\"D\n\x16RenewSnapshotsResponse\x12*\n\x05state\x18\x01 \x03(\x0e\x32\x1b.deltaline.v1.SnapshotState\"B\n\x17ReleaseSnapshotsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x13\n\x0bsnapshot_id\x18\x02 \x03(\x0c\"F\n\x18ReleaseSnapshotsResponse\x12*\n\x05state\x18\x01 \x03(\x0e\x32\x1b.deltaline.v1.SnapshotState\"Q\n\x12\x45xportStateRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\x0c\x12\x14\n\x0cserver_epoch\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x01(\x06\"$\n\x13\x45xportStateResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"k\n\x12ImportStateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\r\n\x05\x63hunk\x18\x04 \x01(\x0c\x12\x10\n\x08sequence\x18\x05 \x01(\x08\"\xac\x01\n\x13ImportStateResponse\x12(\n\x08snapshot\x18\x01 \x01(\x0b\x32\x16.deltaline.v1.Snapshot\x12\x14\n\x0cserver_epoch\x18\x02 \x01(\x06\x12\x0e\n\x06server\x18\x03 \x01(\t\x12\x33\n\x08sequence\x18\x04 \x01(\x0b\x32!.deltaline.v1.SequenceDescription\x12\x10\n\x08lease_ms\x18\x05 \x01(\x04*\xd2\x01\n\rSnapshotState\x12\x1e\n\x1aSNAPSHOT_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13SNAPSHOT_STATE_HELD\x10\x01\x12\x1a\n\x16SNAPSHOT_STATE_UNKNOWN\x10\x02\x12\x1a\n\x16SNAPSHOT_STATE_EXPIRED\x10\x03\x12\x1b\n\x17SNAPSHOT_STATE_RELEASED\x10\x04\x12\x1a\n\x16SNAPSHOT_STATE_EVICTED\x10\x05\x12\x17\n\x13SNAPSHOT_STATE_LOST\x10\x06\x32\xcb\x06\n\x0cStateService\x12X\n\rForkSequences\x12\".deltaline.v1.ForkSequencesRequest\x1a#.deltaline.v1.ForkSequencesResponse\x12^\n\x0f\x43reateSnapshots\x12$.deltaline.v1.CreateSnapshotsRequest\x1a%.deltaline.v1.CreateSnapshotsResponse\x12\x61\n\x10RestoreSequences\x12%.deltaline.v1.RestoreSequencesRequest\x1a&.deltaline.v1.RestoreSequencesResponse\x12X\n\rFindSnapshots\x12\".deltaline.v1.FindSnapshotsRequest\x1a#.deltaline.v1.FindSnapshotsResponse\x12X\n\rListSnapshots\x12\".deltaline.v1.ListSnapshotsRequest\x1a#.deltaline.v1.ListSnapshotsResponse\x12[\n\x0eRenewSnapshots\x12#.deltaline.v1.RenewSnapshotsRequest\x1a$.deltaline.v1.RenewSnapshotsResponse\x12\x61\n\x10ReleaseSnapshots\x12%.deltaline.v1.ReleaseSnapshotsRequest\x1a&.deltaline.v1.ReleaseSnapshotsResponse\x12T\n\x0b\x45xportState\x12 .deltaline.v1.ExportStateRequest\x1a!.deltaline.v1.ExportStateResponse0\x01\x12T\n\x0bImportState\x12 .deltaline.v1.ImportStateRequest\x1a!.deltaline.v1.ImportStateResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'deltaline.v1.state_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SNAPSHOTSTATE']._serialized_start=1946
-  _globals['_SNAPSHOTSTATE']._serialized_end=2156
-  _globals['_SNAPSHOT']._serialized_start=78
-  _globals['_SNAPSHOT']._serialized_end=284
-  _globals['_RESTOREDSEQUENCE']._serialized_start=286
-  _globals['_RESTOREDSEQUENCE']._serialized_end=379
-  _globals['_FORKSEQUENCESREQUEST']._serialized_start=381
-  _globals['_FORKSEQUENCESREQUEST']._serialized_end=496
-  _globals['_FORKSEQUENCESRESPONSE']._serialized_start=498
-  _globals['_FORKSEQUENCESRESPONSE']._serialized_end=613
-  _globals['_CREATESNAPSHOTSREQUEST']._serialized_start=616
-  _globals['_CREATESNAPSHOTSREQUEST']._serialized_end=754
-  _globals['_CREATESNAPSHOTSRESPONSE']._serialized_start=756
-  _globals['_CREATESNAPSHOTSRESPONSE']._serialized_end=824
-  _globals['_RESTORESEQUENCESREQUEST']._serialized_start=826
-  _globals['_RESTORESEQUENCESREQUEST']._serialized_end=910
-  _globals['_RESTORESEQUENCESRESPONSE']._serialized_start=913
-  _globals['_RESTORESEQUENCESRESPONSE']._serialized_end=1046
-  _globals['_FINDSNAPSHOTSREQUEST']._serialized_start=1048
-  _globals['_FINDSNAPSHOTSREQUEST']._serialized_end=1129
-  _globals['_FINDSNAPSHOTSRESPONSE']._serialized_start=1131
-  _globals['_FINDSNAPSHOTSRESPONSE']._serialized_end=1196
-  _globals['_LISTSNAPSHOTSREQUEST']._serialized_start=1198
-  _globals['_LISTSNAPSHOTSREQUEST']._serialized_end=1250
-  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_start=1252
-  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_end=1374
-  _globals['_RENEWSNAPSHOTSREQUEST']._serialized_start=1376
-  _globals['_RENEWSNAPSHOTSREQUEST']._serialized_end=1458
-  _globals['_RENEWSNAPSHOTSRESPONSE']._serialized_start=1460
-  _globals['_RENEWSNAPSHOTSRESPONSE']._serialized_end=1528
-  _globals['_RELEASESNAPSHOTSREQUEST']._serialized_start=1530
-  _globals['_RELEASESNAPSHOTSREQUEST']._serialized_end=1596
-  _globals['_RELEASESNAPSHOTSRESPONSE']._serialized_start=1598
-  _globals['_RELEASESNAPSHOTSRESPONSE']._serialized_end=1668
-  _globals['_EXPORTSTATEREQUEST']._serialized_start=1670
-  _globals['_EXPORTSTATEREQUEST']._serialized_end=1711
-  _globals['_EXPORTSTATERESPONSE']._serialized_start=1713
-  _globals['_EXPORTSTATERESPONSE']._serialized_end=1749
-  _globals['_IMPORTSTATEREQUEST']._serialized_start=1751
-  _globals['_IMPORTSTATEREQUEST']._serialized_end=1840
-  _globals['_IMPORTSTATERESPONSE']._serialized_start=1842
-  _globals['_IMPORTSTATERESPONSE']._serialized_end=1943
-  _globals['_STATESERVICE']._serialized_start=2159
-  _globals['_STATESERVICE']._serialized_end=3002
+  _globals['_SNAPSHOTSTATE']._serialized_start=2110
+  _globals['_SNAPSHOTSTATE']._serialized_end=2320
+  _globals['_SNAPSHOT']._serialized_start=112
+  _globals['_SNAPSHOT']._serialized_end=318
+  _globals['_RESTOREDSEQUENCE']._serialized_start=320
+  _globals['_RESTOREDSEQUENCE']._serialized_end=413
+  _globals['_FORKSEQUENCESREQUEST']._serialized_start=415
+  _globals['_FORKSEQUENCESREQUEST']._serialized_end=530
+  _globals['_FORKSEQUENCESRESPONSE']._serialized_start=532
+  _globals['_FORKSEQUENCESRESPONSE']._serialized_end=647
+  _globals['_CREATESNAPSHOTSREQUEST']._serialized_start=650
+  _globals['_CREATESNAPSHOTSREQUEST']._serialized_end=788
+  _globals['_CREATESNAPSHOTSRESPONSE']._serialized_start=790
+  _globals['_CREATESNAPSHOTSRESPONSE']._serialized_end=858
+  _globals['_RESTORESEQUENCESREQUEST']._serialized_start=860
+  _globals['_RESTORESEQUENCESREQUEST']._serialized_end=944
+  _globals['_RESTORESEQUENCESRESPONSE']._serialized_start=947
+  _globals['_RESTORESEQUENCESRESPONSE']._serialized_end=1080
+  _globals['_FINDSNAPSHOTSREQUEST']._serialized_start=1082
+  _globals['_FINDSNAPSHOTSREQUEST']._serialized_end=1163
+  _globals['_FINDSNAPSHOTSRESPONSE']._serialized_start=1165
+  _globals['_FINDSNAPSHOTSRESPONSE']._serialized_end=1230
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_start=1232
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_end=1284
+  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_start=1286
+  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_end=1408
+  _globals['_RENEWSNAPSHOTSREQUEST']._serialized_start=1410
+  _globals['_RENEWSNAPSHOTSREQUEST']._serialized_end=1492
+  _globals['_RENEWSNAPSHOTSRESPONSE']._serialized_start=1494
+  _globals['_RENEWSNAPSHOTSRESPONSE']._serialized_end=1562
+  _globals['_RELEASESNAPSHOTSREQUEST']._serialized_start=1564
+  _globals['_RELEASESNAPSHOTSREQUEST']._serialized_end=1630
+  _globals['_RELEASESNAPSHOTSRESPONSE']._serialized_start=1632
+  _globals['_RELEASESNAPSHOTSRESPONSE']._serialized_end=1702
+  _globals['_EXPORTSTATEREQUEST']._serialized_start=1704
+  _globals['_EXPORTSTATEREQUEST']._serialized_end=1785
+  _globals['_EXPORTSTATERESPONSE']._serialized_start=1787
+  _globals['_EXPORTSTATERESPONSE']._serialized_end=1823
+  _globals['_IMPORTSTATEREQUEST']._serialized_start=1825
+  _globals['_IMPORTSTATEREQUEST']._serialized_end=1932
+  _globals['_IMPORTSTATERESPONSE']._serialized_start=1935
+  _globals['_IMPORTSTATERESPONSE']._serialized_end=2107
+  _globals['_STATESERVICE']._serialized_start=2323
+  _globals['_STATESERVICE']._serialized_end=3166
 # @@protoc_insertion_point(module_scope)

@@ -6,6 +6,7 @@ Steps, and the life of sequences, are LayerService's.
 """
 
 from collections import abc as _abc
+from deltaline.v1 import layer_service_pb2 as _layer_service_pb2
 from deltaline.v1 import prefix_pb2 as _prefix_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -638,19 +639,33 @@ class ExportStateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    SERVER_EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.bytes
     """Snapshot.snapshot_id, 16 bytes: else INVALID_ARGUMENT, reason INVALID_REQUEST. Not held: NOT_FOUND, reason
     SNAPSHOT_UNKNOWN. No room for it in host memory, by way of which it goes: RESOURCE_EXHAUSTED, reason
     NO_SNAPSHOT_LINES.
     """
+    server_epoch: _builtins.int
+    """In place of `snapshot_id` with `sequence`: from OpenSequencesResponse. Both, or neither: INVALID_ARGUMENT, reason
+    INVALID_REQUEST.
+    """
+    sequence: _builtins.int
+    """The handle of a sequence, which is taken as it is behind the steps that were taken so far, on each span: its last
+    step with the reply that is kept of it, and a verify that waits for its commit. Later steps wait while it is copied.
+    It stays open: see docs/protocol.md for what two owners may do. Refused as in CreateSnapshotsRequest, but for
+    VERIFY_PENDING and SPANS_UNEVEN.
+    """
     def __init__(
         self,
         *,
         snapshot_id: _builtins.bytes = ...,
+        server_epoch: _builtins.int = ...,
+        sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot_id", b"snapshot_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "server_epoch", b"server_epoch", "snapshot_id", b"snapshot_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -694,14 +709,15 @@ class ImportStateRequest(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """As in ForkSequencesRequest; sent again the state is imported once, and is told as soon as its header came."""
     lease_ms: _builtins.int
-    """Lease of the snapshot in milliseconds, 1 .. GetServerInfoResponse.max_lease_ms; 0 for the server's default. Else
-    INVALID_ARGUMENT, reason INVALID_REQUEST.
+    """Lease of the snapshot or the sequence in milliseconds, 1 .. GetServerInfoResponse.max_lease_ms; 0 for the server's
+    default. Else INVALID_ARGUMENT, reason INVALID_REQUEST.
     """
     pinned: _builtins.bool
-    """Whether it stays when memory is short."""
+    """Whether the snapshot stays when memory is short. Of a sequence: INVALID_ARGUMENT, reason INVALID_REQUEST."""
     chunk: _builtins.bytes
     """The next bytes of the file, 1 .. GetServerInfoResponse.inline_limit_bytes of them; the first message may have none.
     Of a file that is cut short or whose digests are others: DATA_LOSS, reason STATE_DAMAGED. Of another model, other
@@ -710,6 +726,10 @@ class ImportStateRequest(_message.Message):
     STATE_MISMATCH. Of what no server writes, as lengths that don't fit, sections out of order or a progress that can't
     be: INVALID_ARGUMENT, reason INVALID_REQUEST; of values that are not finite: reason NON_FINITE_INPUT.
     """
+    sequence: _builtins.bool
+    """Whether a sequence is to be opened. The file has to be of one, and without it of a snapshot: else INVALID_ARGUMENT,
+    reason INVALID_REQUEST.
+    """
     def __init__(
         self,
         *,
@@ -717,10 +737,11 @@ class ImportStateRequest(_message.Message):
         lease_ms: _builtins.int = ...,
         pinned: _builtins.bool = ...,
         chunk: _builtins.bytes = ...,
+        sequence: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "lease_ms", b"lease_ms", "pinned", b"pinned", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "lease_ms", b"lease_ms", "pinned", b"pinned", "request_id", b"request_id", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -735,13 +756,24 @@ class ImportStateResponse(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     SERVER_EPOCH_FIELD_NUMBER: _builtins.int
     SERVER_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
-    """Which process holds it."""
+    """Which process holds it, or opened it; goes with every later request about a sequence."""
     server: _builtins.str
     """GetServerInfoResponse.server."""
+    lease_ms: _builtins.int
+    """The lease that the sequence got, milliseconds."""
     @_builtins.property
     def snapshot(self) -> Global___Snapshot:
-        """The snapshot."""
+        """The snapshot, unless a sequence was opened."""
+
+    @_builtins.property
+    def sequence(self) -> _layer_service_pb2.SequenceDescription:
+        """The sequence that was opened: under a handle of its own, with the steps and positions that it had.
+        Refused as in OpenSequencesRequest; no room for its replies, or its pages: RESOURCE_EXHAUSTED, reason
+        REPLY_BYTES_EXHAUSTED or PAGES_EXHAUSTED.
+        """
 
     def __init__(
         self,
@@ -749,10 +781,12 @@ class ImportStateResponse(_message.Message):
         snapshot: Global___Snapshot | None = ...,
         server_epoch: _builtins.int = ...,
         server: _builtins.str = ...,
+        sequence: _layer_service_pb2.SequenceDescription | None = ...,
+        lease_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["server", b"server", "server_epoch", b"server_epoch", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "sequence", b"sequence", "server", b"server", "server_epoch", b"server_epoch", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -147,17 +147,18 @@ class StateServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExportState(self, request, context):
-        """Gives a snapshot's state as the bytes of a state's file (docs/protocol.md), to be kept or imported elsewhere. The
-        snapshot stays. A server without host memory for states: FAILED_PRECONDITION, reason HOST_TIER_OFF.
+        """Gives a snapshot's state, or a whole sequence as it stands, as the bytes of a state's file (docs/protocol.md), to be
+        kept or imported elsewhere. What was exported stays. A server without host memory for states: FAILED_PRECONDITION,
+        reason HOST_TIER_OFF.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportState(self, request_iterator, context):
-        """Makes a snapshot of a state that was exported by a server of the same model and settings. It is the caller's own, and
-        is there once all of it came and was found whole; else nothing of it is left. Refused as ExportState without host
-        memory.
+        """Makes a snapshot of a state that was exported by a server of the same model and settings, or opens a sequence that
+        goes on where one stood. It is the caller's own, and is there once all of it came and was found whole; else nothing
+        of it is left. Refused as ExportState without host memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

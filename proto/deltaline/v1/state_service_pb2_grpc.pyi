@@ -58,13 +58,14 @@ class StateServiceStub:
     ReleaseSnapshots: _grpc.UnaryUnaryMultiCallable[_state_service_pb2.ReleaseSnapshotsRequest, _state_service_pb2.ReleaseSnapshotsResponse]
     """Ends snapshots; sequences that were restored from them go on. Idempotent."""
     ExportState: _grpc.UnaryStreamMultiCallable[_state_service_pb2.ExportStateRequest, _state_service_pb2.ExportStateResponse]
-    """Gives a snapshot's state as the bytes of a state's file (docs/protocol.md), to be kept or imported elsewhere. The
-    snapshot stays. A server without host memory for states: FAILED_PRECONDITION, reason HOST_TIER_OFF.
+    """Gives a snapshot's state, or a whole sequence as it stands, as the bytes of a state's file (docs/protocol.md), to be
+    kept or imported elsewhere. What was exported stays. A server without host memory for states: FAILED_PRECONDITION,
+    reason HOST_TIER_OFF.
     """
     ImportState: _grpc.StreamUnaryMultiCallable[_state_service_pb2.ImportStateRequest, _state_service_pb2.ImportStateResponse]
-    """Makes a snapshot of a state that was exported by a server of the same model and settings. It is the caller's own, and
-    is there once all of it came and was found whole; else nothing of it is left. Refused as ExportState without host
-    memory.
+    """Makes a snapshot of a state that was exported by a server of the same model and settings, or opens a sequence that
+    goes on where one stood. It is the caller's own, and is there once all of it came and was found whole; else nothing
+    of it is left. Refused as ExportState without host memory.
     """
 
 @_typing.type_check_only
@@ -95,13 +96,14 @@ class StateServiceAsyncStub(StateServiceStub):
     ReleaseSnapshots: _aio.UnaryUnaryMultiCallable[_state_service_pb2.ReleaseSnapshotsRequest, _state_service_pb2.ReleaseSnapshotsResponse]  # type: ignore[assignment]
     """Ends snapshots; sequences that were restored from them go on. Idempotent."""
     ExportState: _aio.UnaryStreamMultiCallable[_state_service_pb2.ExportStateRequest, _state_service_pb2.ExportStateResponse]  # type: ignore[assignment]
-    """Gives a snapshot's state as the bytes of a state's file (docs/protocol.md), to be kept or imported elsewhere. The
-    snapshot stays. A server without host memory for states: FAILED_PRECONDITION, reason HOST_TIER_OFF.
+    """Gives a snapshot's state, or a whole sequence as it stands, as the bytes of a state's file (docs/protocol.md), to be
+    kept or imported elsewhere. What was exported stays. A server without host memory for states: FAILED_PRECONDITION,
+    reason HOST_TIER_OFF.
     """
     ImportState: _aio.StreamUnaryMultiCallable[_state_service_pb2.ImportStateRequest, _state_service_pb2.ImportStateResponse]  # type: ignore[assignment]
-    """Makes a snapshot of a state that was exported by a server of the same model and settings. It is the caller's own, and
-    is there once all of it came and was found whole; else nothing of it is left. Refused as ExportState without host
-    memory.
+    """Makes a snapshot of a state that was exported by a server of the same model and settings, or opens a sequence that
+    goes on where one stood. It is the caller's own, and is there once all of it came and was found whole; else nothing
+    of it is left. Refused as ExportState without host memory.
     """
 
 class StateServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -177,8 +179,9 @@ class StateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _state_service_pb2.ExportStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_state_service_pb2.ExportStateResponse], _abc.AsyncIterator[_state_service_pb2.ExportStateResponse]]:
-        """Gives a snapshot's state as the bytes of a state's file (docs/protocol.md), to be kept or imported elsewhere. The
-        snapshot stays. A server without host memory for states: FAILED_PRECONDITION, reason HOST_TIER_OFF.
+        """Gives a snapshot's state, or a whole sequence as it stands, as the bytes of a state's file (docs/protocol.md), to be
+        kept or imported elsewhere. What was exported stays. A server without host memory for states: FAILED_PRECONDITION,
+        reason HOST_TIER_OFF.
         """
 
     @_abc_1.abstractmethod
@@ -187,9 +190,9 @@ class StateServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_state_service_pb2.ImportStateRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_state_service_pb2.ImportStateResponse, _abc.Awaitable[_state_service_pb2.ImportStateResponse]]:
-        """Makes a snapshot of a state that was exported by a server of the same model and settings. It is the caller's own, and
-        is there once all of it came and was found whole; else nothing of it is left. Refused as ExportState without host
-        memory.
+        """Makes a snapshot of a state that was exported by a server of the same model and settings, or opens a sequence that
+        goes on where one stood. It is the caller's own, and is there once all of it came and was found whole; else nothing
+        of it is left. Refused as ExportState without host memory.
         """
 
 def add_StateServiceServicer_to_server(servicer: StateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -31,8 +31,10 @@ def _loaded(reply: bytes) -> dict[str, object]:
 
 
 def _imported(reply: bytes) -> dict[str, object]:
-    snapshot = state_service_pb2.ImportStateResponse.FromString(reply).snapshot
-    return {"position": snapshot.position, "pinned": snapshot.pinned}
+    came = state_service_pb2.ImportStateResponse.FromString(reply)
+    if came.HasField("sequence"):
+        return {"sequences": 1, "adapter": came.sequence.adapter}
+    return {"position": came.snapshot.position, "pinned": came.snapshot.pinned}
 
 
 AUDITED = {
@@ -45,7 +47,7 @@ AUDITED = {
     ),
     f"{_STATE}/RestoreSequences": Audited("restored", lambda asked: {"snapshots": len(asked.snapshot_id)}),
     f"{_STATE}/ReleaseSnapshots": Audited("snapshots released", lambda asked: {"snapshots": len(asked.snapshot_id)}),
-    f"{_STATE}/ExportState": Audited("exported", lambda asked: {"snapshots": 1}),
+    f"{_STATE}/ExportState": Audited("exported", lambda asked: {"sequences" if asked.sequence else "snapshots": 1}),
     f"{_STATE}/ImportState": Audited("imported", _imported),
     f"{_ADAPTER}/LoadAdapter": Audited("loaded", _loaded),
     f"{_ADAPTER}/UnloadAdapter": Audited("unloaded", lambda asked: {"adapter": asked.name}),

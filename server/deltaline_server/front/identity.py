@@ -49,7 +49,12 @@ class Identity:
 
     def check(self, method: str, context: CallContext) -> None:
         """Raise RequestError STATE_ELSEWHERE for a call that means another server and has no epoch to judge it by."""
-        if method in _BY_NAME_ALONE and self.means_another(context):
+        if method in _BY_NAME_ALONE:
+            self.check_name(context)
+
+    def check_name(self, context: CallContext) -> None:
+        """The same of any method."""
+        if self.means_another(context):
             raise RequestError(*GONE[SequenceState.ELSEWHERE])
 
     def epoch(self, server_epoch: int, context: CallContext) -> int:

@@ -122,25 +122,27 @@ def renew_response(states: Sequence[SequenceState]) -> bytes:
 
 def describe_response(handle: NDArray[np.uint64], descriptions: Sequence[SequenceDescription]) -> bytes:
     """Serialise a DescribeSequencesResponse for the handles asked for, in their order."""
-    response = pb.DescribeSequencesResponse()
-    for sequence, description in zip(handle.tolist(), descriptions, strict=True):
-        response.sequences.add(
-            sequence=sequence,
-            state=_wire_state(description.state),
-            lease_remaining_ms=max(0, round(description.lease_remaining_s * 1000)),
-            spans=[
-                pb.SpanProgress(
-                    step=span.step,
-                    position=span.position,
-                    steps_in_flight=span.steps_in_flight,
-                    pending_tokens=span.pending_tokens,
-                )
-                for span in description.spans
-            ],
-            adapter=description.adapter.name,
-            adapter_hash=description.adapter.content_hash,
-        )
-    return response.SerializeToString()
+    told = map(_description, handle.tolist(), descriptions)
+    return pb.DescribeSequencesResponse(sequences=told).SerializeToString()
+
+
+def _description(handle: int, description: SequenceDescription) -> pb.SequenceDescription:
+    return pb.SequenceDescription(
+        sequence=handle,
+        state=_wire_state(description.state),
+        lease_remaining_ms=max(0, round(description.lease_remaining_s * 1000)),
+        spans=[
+            pb.SpanProgress(
+                step=span.step,
+                position=span.position,
+                steps_in_flight=span.steps_in_flight,
+                pending_tokens=span.pending_tokens,
+            )
+            for span in description.spans
+        ],
+        adapter=description.adapter.name,
+        adapter_hash=description.adapter.content_hash,
+    )
 
 
 def open_response(server_epoch: int, server: str, opened: Opened, restored: SequenceDescription | None = None) -> bytes:
@@ -198,6 +200,18 @@ def restore_response(
             adapter_hash=told.adapter.content_hash,
         )
     return response.SerializeToString()
+
+
+def imported_sequence(
+    server_epoch: int, server: str, lease_s: float, handle: int, description: SequenceDescription
+) -> bytes:
+    """Serialise an ImportStateResponse for a sequence."""
+    return state_pb.ImportStateResponse(
+        sequence=_description(handle, description),
+        server_epoch=server_epoch,
+        lease_ms=round(lease_s * 1000),
+        server=server,
+    ).SerializeToString()
 
 
 def snapshot(description: SnapshotDescription) -> state_pb.Snapshot:

@@ -6,8 +6,8 @@ A handler only waits for work: an RPC that is cancelled cancels nothing, and the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -22,7 +22,9 @@ from deltaline_server.front.pace import PACE, Pace
 from deltaline_server.front.requests import MAX_SNAPSHOTS, Served
 from deltaline_server.front.trust.guesses import Guesses
 from deltaline_server.front.trust.principals import current_principal
+from deltaline_server.principal import Principal
 from deltaline_server.snapshots.exchange import Exchange
+from deltaline_server.snapshots.header import StoredHeader
 from deltaline_server.snapshots.states import States
 from deltaline_server.snapshots.stream import Arriving
 from deltaline_server.tables.captured.snapshot import SnapshotState
@@ -179,14 +181,31 @@ class StateService:
 
     async def export_state(self, message: pb.ExportStateRequest, context: Context) -> AsyncIterator[bytes]:
         """Give a state away."""
-        exchange = self._existing()
-        [id] = requests.read_snapshot_ids([message.snapshot_id], 1)
-        principal, pace = current_principal(), self._pace
-        with exchange.on_its_way(principal):
-            pieces = exchange.export(id, principal, pause_s=pace.pause_s, whole_s=pace.whole_s)
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    yield pb.ExportStateResponse(chunk=piece).SerializeToString()
+        exchange, principal, pace = self._existing(), current_principal(), self._pace
+        async with AsyncExitStack() as held:
+            held.enter_context(exchange.on_its_way(principal))
+            if message.sequence or message.server_epoch:
+                id = await held.enter_async_context(self._stored(message, context))
+                pieces = exchange.pieces(id, principal, pause_s=pace.pause_s, whole_s=pace.whole_s)
+            else:
+                self._identity.check_name(context)
+                [id] = requests.read_snapshot_ids([message.snapshot_id], 1)
+                pieces = exchange.export(id, principal, pause_s=pace.pause_s, whole_s=pace.whole_s)
+            await held.enter_async_context(aclosing(pieces))
+            async for piece in pieces:
+                yield pb.ExportStateResponse(chunk=piece).SerializeToString()
+
+    @asynccontextmanager
+    async def _stored(self, message: pb.ExportStateRequest, context: Context) -> AsyncIterator[bytes]:
+        """Inside the context the sequence that a request names lies in host memory, under this id."""
+        if message.snapshot_id:
+            text = "snapshot_id: must be empty where a sequence is named"
+            raise RequestError(Reason.INVALID_REQUEST, text, field="snapshot_id")
+        epoch = self._identity.epoch(message.server_epoch, context)
+        handles, principal = requests.read_handles([message.sequence], self._served), current_principal()
+        with self._slowed(context):
+            async with self._states.stored(epoch, handles, principal) as id:
+                yield id
 
     async def import_state(self, messages: AsyncIterator[pb.ImportStateRequest], context: Context) -> bytes:
         """Take a state in."""
@@ -202,6 +221,11 @@ class StateService:
                 reply = self.request_ids.find(*call)
                 if reply is not None:
                     return reply
+                if stored.header.is_sequence != asked.sequence:
+                    message = "sequence: must be set for the state of a sequence, and not for that of a snapshot"
+                    raise RequestError(Reason.INVALID_REQUEST, message, field="sequence")
+                if asked.sequence:
+                    return await self._import_sequence(asked, arriving, stored, principal, call)
                 async with exchange.received(arriving, stored, principal, is_pinned=asked.pinned) as header:
                     # The same call may have come again, and been faster.
                     reply = self.request_ids.find(*call)
@@ -212,6 +236,31 @@ class StateService:
                         ).SerializeToString()
                         self.request_ids.add(*call, reply)
                 return reply
+
+    async def _import_sequence(
+        self,
+        asked: pb.ImportStateRequest,
+        arriving: Arriving,
+        stored: StoredHeader,
+        owner: Principal,
+        call: tuple[Principal, str, bytes, bytes],
+    ) -> bytes:
+        """Open a sequence that goes on where what arrives stood; the same call may have come again, and be faster."""
+        if asked.pinned:
+            message = "pinned: must not be set for a sequence"
+            raise RequestError(Reason.INVALID_REQUEST, message, field="pinned")
+        lease_s = self._table.checked_lease(requests.read_lease_s(asked.lease_ms, self._served))
+        self._table.check_room(1, owner)
+
+        async with self._existing().received(arriving, stored, owner, is_pinned=False) as header:
+
+            async def work() -> bytes:
+                handles = await self._states.open_stored(header, owner, lease_s)
+                epoch = self._table.server_epoch
+                [told] = self._table.describe(epoch, handles, owner)
+                return replies.imported_sequence(epoch, self._identity.name, lease_s, int(handles[0]), told)
+
+            return await self.request_ids.once(*call, work)
 
     def _existing(self) -> Exchange:
         if self._states.exchange is None:
@@ -233,9 +282,15 @@ class StateService:
         self, method: str, message: Message, work: Callable[[], Coroutine[Any, Any, bytes]], context: Context
     ) -> bytes:
         """The same of a call that names sequences: who guesses them is slowed."""
+        with self._slowed(context):
+            return await self._once(method, message, work)
+
+    @contextmanager
+    def _slowed(self, context: Context) -> Iterator[None]:
+        """Inside the context somebody's call names a sequence, which might be a guess."""
         self._guesses.check(context.peer(), current_principal())
         try:
-            return await self._once(method, message, work)
+            yield
         except RequestError as error:
             if error.refusal.reason is Reason.SEQUENCE_UNKNOWN:
                 self._guesses.add(context.peer(), current_principal(), 1)

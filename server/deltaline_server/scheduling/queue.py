@@ -159,6 +159,13 @@ class Queue:
             self._check_reply_share(request.principal, form.span, slots, reserved_bytes)
         self._table.replies.reserve(reserved_bytes, form.span, slots)
 
+    def reserve_replies(self, principal: Principal, num_bytes: int) -> None:
+        """Set bytes aside for replies that come from elsewhere. Raises RequestError REPLY_BYTES_EXHAUSTED."""
+        nowhere = np.zeros(0, dtype=np.int64)
+        if principal.number and num_bytes and not principal.is_alone:
+            self._check_reply_share(principal, 0, nowhere, num_bytes)
+        self._table.replies.reserve(num_bytes, 0, nowhere)
+
     def _check_reply_share(self, principal: Principal, span: int, slots: Slots, reserved_bytes: int) -> None:
         """Raise RequestError REPLY_BYTES_EXHAUSTED where replies to a principal would take more than they leave to
         others; slots: whose present replies are given up for them, which is nobody's loss."""

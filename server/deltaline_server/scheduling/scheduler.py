@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
+from deltaline_server.principal import Principal
 from deltaline_server.scheduling.adapters.adapter_wait import AdapterWait
 from deltaline_server.scheduling.adapters.batch_adapters import BatchAdapters
 from deltaline_server.scheduling.admit import admit
@@ -26,6 +27,7 @@ from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.pending import PendingStep, RowState
 from deltaline_server.scheduling.queue import Load, Queue
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
+from deltaline_server.scheduling.step_index import OnReached
 from deltaline_server.scheduling.use import Use
 from deltaline_server.scheduling.waypoints import Waypoints
 from deltaline_server.step import BatchResult, Limits, RowKind, RowOutcome, StepRequest, StepResult
@@ -63,7 +65,7 @@ class Scheduler:
         self._batch_time = BatchTimeModel(table.ledger.num_spans, limits.chunk_tokens)
         self._in_flight = InFlight(engine, self._landed, clock)
         self._waypoints = Waypoints(waypoints, self._queue, self._pump_soon)
-        table.on_freed = self._freed
+        table.on_freed, self._queue.places.wake = self._freed, self._pump_soon
         self._unsettled: tuple[BatchInFlight, BatchResult] | None = None
         self._due: asyncio.TimerHandle | None = None
         self._num_awaited = 0
@@ -130,9 +132,9 @@ class Scheduler:
                 self._guarded(self._pump)
         self._table.touch(live_slots)  # last: it need not keep the device waiting
 
-    def in_order(self, slots: Slots, on_reached: Callable[[set[int]], None]) -> None:
+    def in_order(self, slots: Slots, on_reached: OnReached) -> None:
         """Call `on_reached` once, maybe at once, when the steps of slots (none twice) that were taken so far are over;
-        those that come meanwhile wait until it has returned.
+        those that come meanwhile wait until it has returned, and until the future is done that it returns.
 
         It gets the slots of which such a step was refused; it may not raise. Raises RequestError STOPPING.
         """
@@ -141,6 +143,10 @@ class Scheduler:
             raise RequestError(Reason.STOPPING, "the server is stopping")
         self._queue.places.take(slots, on_reached)
         self._guarded(self._run_places)
+
+    def reserve_replies(self, principal: Principal, num_bytes: int) -> None:
+        """Set bytes aside for replies that come from elsewhere. Raises RequestError REPLY_BYTES_EXHAUSTED."""
+        self._queue.reserve_replies(principal, num_bytes)
 
     def settle(self) -> None:
         """Bring ledger, kept replies and leases up to the batch that is done: before anything reads them."""

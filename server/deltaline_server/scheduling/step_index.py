@@ -8,9 +8,12 @@ is the ledger's to say.
 from __future__ import annotations
 
 import heapq
+from asyncio import Future
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +94,10 @@ class StepIndex:
         return divmod(int(self._entries[slot, step % self._num_entries]), 1 << _INDEX_BITS)
 
 
+OnReached: TypeAlias = Callable[[set[int]], "Future[Any] | None"]
+"""Does what has a place, and returns what the place is kept for, None for nothing."""
+
+
 @dataclass(eq=False)
 class Place:
     """A place in the orders of several slots' steps, behind those that were admitted when it was taken.
@@ -102,7 +109,7 @@ class Place:
     number: int
     slots: Slots
     steps: NDArray[np.int64]
-    on_reached: Callable[[set[int]], None]
+    on_reached: OnReached
     num_left: int
     dropped: set[int] = field(default_factory=set)
 
@@ -129,6 +136,8 @@ class Places:
         """indexes: of each span. may_run: told of rows that no place is before any more: their span, the number of
         their request, and positions in its admission."""
         self._table, self._indexes, self._may_run = table, indexes, may_run
+        self.wake: Callable[[], None] = lambda: None
+        """Called when `run` has something to do."""
         self.has_any = False
         self._num_taken = self._num_places = 0
         self._of_slot: dict[int, deque[Place]] = {}
@@ -139,11 +148,14 @@ class Places:
             index.last_free = last_free
         # Places that are reached, by their numbers: a heap.
         self._reached: list[tuple[int, Place]] = []
+        # Those that were kept, and are no more.
+        self._left: list[Place] = []
 
-    def take(self, slots: Slots, on_reached: Callable[[set[int]], None]) -> None:
+    def take(self, slots: Slots, on_reached: OnReached) -> None:
         """Take a place behind all steps of slots (none twice) that are admitted. `run` finds out whether it is reached.
 
-        on_reached: called once, with the slots of which a step before it was refused; it may not raise.
+        on_reached: called once, with the slots of which a step before it was refused; it may not raise. Where it
+        returns a future the place is kept until that is done.
         """
         steps = self._table.ledger.tail.step[:, slots]
         place = Place(self._num_taken, slots, steps, on_reached, len(slots))
@@ -176,15 +188,25 @@ class Places:
     def run(self) -> bool:
         """Tell of the places that are reached, and let what waits behind them run; whether to call again, in another
         turn of the event loop, for there are many."""
+        while self._left:
+            self._pass(self._left.pop())
         self._find_reached(np.flatnonzero(self._is_awaited))
         for _ in range(_AT_ONCE):
             if not self._reached:
                 return False
             _, place = heapq.heappop(self._reached)
-            place.on_reached(place.dropped)
+            kept_for = place.on_reached(place.dropped)
+            if kept_for is not None:
+                kept_for.add_done_callback(partial(self._leave, place))
+                continue
             self._pass(place)
             self._find_reached(place.slots[self._is_awaited[place.slots]])
         return bool(self._reached)
+
+    def _leave(self, place: Place, _: object) -> None:
+        """What a place was kept for is done."""
+        self._left.append(place)
+        self.wake()
 
     def _pass(self, place: Place) -> None:
         """What has a place is done with it: let the steps behind it run, up to the next one."""

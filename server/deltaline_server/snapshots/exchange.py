@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -69,10 +69,20 @@ class Exchange:
         """
         self._snapshots.check_own(id, owner)
         await self._moves.bring_to_host(id)
+        if self._host.find(id) is None:
+            self._snapshots.check_own(id, owner)
+        async with aclosing(self.pieces(id, owner, pause_s=pause_s, whole_s=whole_s)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def pieces(
+        self, id: bytes, owner: Principal, *, pause_s: float, whole_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        """A state that came to host memory just now as a file, in pieces, as `export` gives it. Raises RequestError
+        NO_SNAPSHOT_LINES where it had to make way, or its principal would have too much there; UPLOAD_TIMEOUT."""
         header = self._host.find(id)
         if header is None:
-            self._snapshots.check_own(id, owner)
-            raise self._no_room(0)
+            raise self._host.no_room(0)
         with ExitStack() as held:
             held.enter_context(self._place(owner, self._host.size_of(id)))
             memory = held.enter_context(self._host.use(id))
@@ -121,7 +131,9 @@ class Exchange:
         Raises RequestError as `read_header`, NON_FINITE_INPUT, QUOTA_EXCEEDED or NO_SNAPSHOT_LINES; what the pieces
         raise.
         """
-        self._snapshots.shares.check_quota(1, owner, self._num_coming[owner.number])
+        is_sequence = stored.header.is_sequence
+        if not is_sequence:
+            self._snapshots.shares.check_quota(1, owner, self._num_coming[owner.number])
         id, now_ns, size = secrets.token_bytes(ID_BYTES), self._clock_ns(), state_bytes(stored.sections)
         header = replace(stored.header, id=id, owner=owner.name, is_pinned=is_pinned, created_ns=now_ns)
 
@@ -130,13 +142,13 @@ class Exchange:
             # A thread that outlives this call reads, and nobody asks what.
             await asyncio.to_thread(check_state, stored, memory, self._layout, self._types)
 
-        with _counted(self._num_coming, owner.number, 1), self._place(owner, size):
+        with _counted(self._num_coming, owner.number, not is_sequence), self._place(owner, size):
             try:
                 has_room = await self._host.store(header, copy_in)
             except StateFileError as error:
                 raise refused(error) from error
             if not has_room:
-                raise self._no_room(size)
+                raise self._host.no_room(size)
         with self._host.use(id):
             try:
                 yield header
@@ -180,12 +192,6 @@ class Exchange:
             what = "bytes of host memory for states that are pinned or on their way"
             check_share(held, num_bytes, free, what, Reason.NO_SNAPSHOT_LINES)
         return _counted(self._bytes, number, num_bytes)
-
-    def _no_room(self, num_bytes: int) -> RequestError:
-        limit = self._host.limit_bytes
-        retry_after_s = 1.0 if num_bytes <= limit else None
-        message = f"host memory, of {limit} bytes, has no room for the state now: --host-state-bytes is what it has"
-        return RequestError(Reason.NO_SNAPSHOT_LINES, message, retry_after_s=retry_after_s)
 
 
 @contextmanager

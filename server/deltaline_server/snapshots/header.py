@@ -55,7 +55,7 @@ _ENTRY = np.dtype(
         ("digest", "V16"),
     ]
 )
-_PINNED = 1
+_PINNED, _SEQUENCE = 1, 2
 
 
 class Flaw(StrEnum):
@@ -98,7 +98,8 @@ class StateHeader:
     """What is known of a stored state beside its bytes.
 
     fingerprint: of what it is a state of. owner: a principal's name. adapter, adapter_hash: empty for none. created_ns:
-    since the epoch. key: under which it is looked for, empty for none.
+    since the epoch. key: under which it is looked for, empty for none. is_sequence: whether it is of a sequence as it
+    stands between two steps, which goes on as that one, and is no snapshot.
     """
 
     id: bytes
@@ -110,6 +111,7 @@ class StateHeader:
     created_ns: int = 0
     is_pinned: bool = False
     key: bytes = b""
+    is_sequence: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError where a field has another length, or a number, than it may have."""
@@ -146,7 +148,7 @@ def encode(header: StateHeader, sections: Sequence[Section], digests: Sequence[b
         header.id,
         header.adapter_hash,
         header.created_ns,
-        _PINNED if header.is_pinned else 0,
+        _PINNED * header.is_pinned | _SEQUENCE * header.is_sequence,
         len(header.spans),
         len(sections),
         len(owner),
@@ -236,8 +238,8 @@ def decode(raw: bytes, layout: StateLayout, fingerprint: bytes) -> StoredHeader:
     sections = _same_sections(layout, spans, entries)
     if total != length + state_bytes(sections):
         raise StateFileError(Flaw.SECTIONS, f"expected {length + state_bytes(sections)} bytes, got {total}")
-    if flags & ~_PINNED:
-        raise StateFileError(Flaw.HEADER, f"flags: expected 0 .. {_PINNED}, got {flags}")
+    if flags & ~(_PINNED | _SEQUENCE):
+        raise StateFileError(Flaw.HEADER, f"flags: expected 0 .. {_PINNED | _SEQUENCE}, got {flags}")
     try:
         header = StateHeader(
             id,
@@ -247,8 +249,9 @@ def decode(raw: bytes, layout: StateLayout, fingerprint: bytes) -> StoredHeader:
             adapter.decode(),
             adapter_hash if any(adapter_hash) else b"",
             created_ns,
-            bool(flags),
+            bool(flags & _PINNED),
             key,
+            bool(flags & _SEQUENCE),
         )
     except ValueError as error:
         raise StateFileError(Flaw.HEADER, f"expected fields within their limits ({type(error).__name__})") from error

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from deltaline_server.errors import Reason, RequestError
 from deltaline_server.log import event
 from deltaline_server.memory.mappings import Pinning
 from deltaline_server.snapshots.header import StateHeader
@@ -171,6 +172,13 @@ class HostTier:
         else:
             self._places.give_back(found.offset)
         return True
+
+    def no_room(self, num_bytes: int) -> RequestError:
+        """What is told of a state of so many bytes, 0 where that is not known, that found no place."""
+        retry_after_s = 1.0 if num_bytes <= self.limit_bytes else None
+        has = f"host memory, of {self.limit_bytes} bytes, has no room for the state now"
+        message = f"{has}: --host-state-bytes is what it has"
+        return RequestError(Reason.NO_SNAPSHOT_LINES, message, retry_after_s=retry_after_s)
 
     def close(self) -> None:
         """Forget all states and unpin the memory. Nothing may be under way. Idempotent."""

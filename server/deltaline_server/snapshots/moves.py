@@ -72,7 +72,7 @@ class Moves:
     ) -> None:
         """begin: lets the device do a transfer's work, as Engine.transfer does. clock: monotonic seconds."""
         self._host, self._files, self._fingerprint = host, files, fingerprint
-        self._transfer, self._begin, self._clock = transfer, begin, clock
+        self.transfer, self._begin, self._clock = transfer, begin, clock
         self._snapshots, self._capture, self._adapters = snapshots, capture, adapters
         self._to_host, self._to_files = Backlog(self._store), Backlog(self._write)
         self._one_gather, self._reading, self._landing = asyncio.Lock(), Turns(), Turns()
@@ -177,7 +177,7 @@ class Moves:
         commits = np.array([(*at, count) for at, count in state.progress.fixed.items()], dtype=np.int64).reshape(-1, 3)
 
         async def copy_in(memory: Bytes) -> None:
-            await self._copy(partial(self._transfer.gather, header.spans, place, commits, memory))
+            await self.copy(partial(self.transfer.gather, header.spans, place, commits, memory))
 
         if await self._host.store(header, copy_in):
             self._host.pin(id, False)  # it is the device's copy that must stay, or the file
@@ -249,7 +249,7 @@ class Moves:
         try:
             needs = self._capture.needs_of_stored(one.state.position)
             self._snapshots.device.make_room(needs, num_snapshots=1)
-            progress = _committed(header.spans, self._transfer.commits(header.spans, memory))
+            progress = _committed(header.spans, self.transfer.commits(header.spans, memory))
             has_begun = np.array([span.step > 0 for span in header.spans])
             draft_half = np.array([span.draft_half for span in header.spans], dtype=np.int64)
             state = self._capture.bring(progress, has_begun, draft_half, adapter)
@@ -258,7 +258,7 @@ class Moves:
             raise
         with self._capture.using(state):
             place = StatePlace(tuple(state.read_line.tolist()), state.pages)
-            await self._copy(partial(self._transfer.scatter, header.spans, place, memory))
+            await self.copy(partial(self.transfer.scatter, header.spans, place, memory))
             self._snapshots.arrived(id, state)
         if isinstance(one.state, CapturedState):
             self._host.pin(id, False)  # as in _gather
@@ -287,7 +287,8 @@ class Moves:
             now = before.num_bytes / max(seconds - way.latency_s, seconds / 10, 1e-6)
             self._ways[before.tier] = Way(way.latency_s, _KEPT * way.bytes_per_s + (1 - _KEPT) * now)
 
-    async def _copy(self, work: Callable[[], None]) -> None:
+    async def copy(self, work: Callable[[], None]) -> None:
+        """Let the device do a transfer's work, to its end."""
         await asyncio.wrap_future(self._begin(work))
 
 

@@ -64,12 +64,15 @@ def write_state(descriptor: int, header: StateHeader, sections: Sequence[Section
 
 
 def read_header(descriptor: int, layout: StateLayout, fingerprint: bytes) -> StoredHeader:
-    """Read and judge the header of a regular file. Raises StateFileError; OSError if it can't be read."""
+    """Read and judge the header of a snapshot's file. Raises StateFileError; OSError if it can't be read."""
     size = os.fstat(descriptor).st_size
     length = header_length(os.pread(descriptor, PREAMBLE.size, 0), size)
     raw = bytearray(length)
     _read(descriptor, memoryview(raw), 0)
-    return decode(bytes(raw), layout, fingerprint)
+    stored = decode(bytes(raw), layout, fingerprint)
+    if stored.header.is_sequence:
+        raise StateFileError(Flaw.HEADER, "expected a snapshot's state, got that of a sequence")
+    return stored
 
 
 def read_state(descriptor: int, stored: StoredHeader, memory: Bytes) -> None:

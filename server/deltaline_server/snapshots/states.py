@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +16,11 @@ from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots.exchange import Exchange
+from deltaline_server.snapshots.header import ID_BYTES, StateHeader
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
 from deltaline_server.tables.captured.snapshots import SnapshotTable
-from deltaline_server.tables.ledger import CommittedProgress, Slots
+from deltaline_server.tables.ledger import Slots
 from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.prefixes.cost import ReusePolicy
 from deltaline_server.tables.prefixes.keys import PrefixKeys
@@ -40,6 +42,15 @@ class Tiering(Protocol):
     async def close(self) -> None: ...
 
 
+class Wholes(Protocol):
+    """What takes sequences into host memory and opens others: WholeSequences, of which the same holds."""
+
+    def read(self, id: bytes, slot: int, owner: Principal) -> Any: ...
+    async def store(self, whole: Any) -> None: ...
+    def forget(self, id: bytes) -> None: ...
+    async def open(self, header: StateHeader, owner: Principal, lease_s: float | None) -> NDArray[np.uint64]: ...
+
+
 class States:
     """Snapshots and forks of sequences. All methods belong to the event loop's thread; each does all or nothing.
 
@@ -56,9 +67,11 @@ class States:
         scheduler: Scheduler,
         moves: Tiering | None = None,
         exchange: Exchange | None = None,
+        wholes: Wholes | None = None,
     ) -> None:
-        """moves, exchange: None where there are no tiers but the device."""
-        self._moves, self.exchange = moves, exchange
+        """moves, exchange, wholes: None where there are no tiers but the device."""
+        self._moves, self.exchange, self._wholes = moves, exchange, wholes
+        self._copies = set[asyncio.Future[None]]()
         self._table, self._capture, self.snapshots, self._scheduler = table, capture, snapshots, scheduler
 
     async def create(
@@ -78,8 +91,8 @@ class States:
         SPANS_UNEVEN, STATE_NOT_FINITE, PREDECESSOR_REFUSED, and as SnapshotTable.create does.
         """
 
-        def create(slots: Slots, progress: Sequence[CommittedProgress]) -> list[SnapshotDescription]:
-            return self.snapshots.create(slots, progress, principal, lease_s, is_pinned, keys)
+        def create(slots: Slots) -> list[SnapshotDescription]:
+            return self.snapshots.create(slots, self._capture.progress(slots), principal, lease_s, is_pinned, keys)
 
         return await self._in_order(epoch, handles, principal, create)
 
@@ -100,8 +113,8 @@ class States:
             message = f"count: expected 1 .. {self._table.num_slots}, got {count}"
             raise RequestError(Reason.INVALID_REQUEST, message, field="count")
 
-        def fork(slots: Slots, progress: Sequence[CommittedProgress]) -> Opened:
-            return self.snapshots.fork(slots, progress, count, principal, lease_s)
+        def fork(slots: Slots) -> Opened:
+            return self.snapshots.fork(slots, self._capture.progress(slots), count, principal, lease_s)
 
         return await self._in_order(epoch, handles, principal, fork)
 
@@ -213,34 +226,79 @@ class States:
 
     async def close(self) -> None:
         """Finish what is copied between the tiers. Idempotent."""
+        await asyncio.gather(*self._copies, return_exceptions=True)
         if self._moves is not None:
             await self._moves.close()
+
+    @asynccontextmanager
+    async def stored(self, epoch: int, handles: NDArray[np.uint64], owner: Principal) -> AsyncIterator[bytes]:
+        """Inside the context the whole of a principal's sequence, handles uint64 [1], lies in host memory, as it is
+        behind the steps that were taken so far; later ones wait until it is copied. Returns its id there, which nobody
+        else knows.
+
+        Raises RequestError as `create` does, but for VERIFY_PENDING and SPANS_UNEVEN.
+        """
+        wholes, id, is_over = self._wholes, secrets.token_bytes(ID_BYTES), asyncio.Event()
+        assert wholes is not None
+
+        def take(slots: Slots) -> asyncio.Future[None]:
+            copying = asyncio.ensure_future(copy(wholes.read(id, int(slots[0]), owner)))
+            self._copies.add(copying)
+            copying.add_done_callback(self._copied)
+            return copying
+
+        async def copy(whole: Any) -> None:
+            # It goes on when the call ends: the device reads what no step may write meanwhile.
+            await wholes.store(whole)
+            if is_over.is_set():
+                wholes.forget(id)
+
+        try:
+            await asyncio.shield(await self._in_order(epoch, handles, owner, take))
+            self._held(epoch, handles, owner)  # else what was copied may be another's by now
+            yield id
+        finally:
+            is_over.set()
+            wholes.forget(id)
+
+    async def open_stored(self, header: StateHeader, owner: Principal, lease_s: float | None) -> NDArray[np.uint64]:
+        """Open a sequence that goes on where one in host memory stood; as WholeSequences.open."""
+        assert self._wholes is not None
+        return await self._wholes.open(header, owner, lease_s)
+
+    def _copied(self, copying: asyncio.Future[None]) -> None:
+        self._copies.discard(copying)
+        if not copying.cancelled():
+            copying.exception()  # who asked may have gone
 
     async def _in_order(
         self,
         epoch: int,
         handles: NDArray[np.uint64],
         principal: Principal,
-        work: Callable[[Slots, Sequence[CommittedProgress]], Result],
+        work: Callable[[Slots], Result],
     ) -> Result:
         """The result of work on sequences' states, when the steps that were taken so far are over; nothing is done for
-        whoever has gone meanwhile."""
+        whoever has gone meanwhile. Where it is a future, later steps wait until that is done."""
         if len(np.unique(handles)) != len(handles):
             raise RequestError(Reason.DUPLICATE_SEQUENCE, "sequence: expected none twice", field="sequence")
         slots = self._held(epoch, handles, principal)
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
-        def on_reached(dropped: set[int]) -> None:
+        def on_reached(dropped: set[int]) -> asyncio.Future[Any] | None:
             if done.done():
-                return
+                return None
             try:
                 self._held(epoch, handles, principal)
                 if dropped:
                     message = "a step before this call was refused, so nothing was done"
                     raise RequestError(Reason.PREDECESSOR_REFUSED, message)
-                done.set_result(work(slots, self._capture.progress(slots)))
+                result = work(slots)
+                done.set_result(result)
             except Exception as error:
                 done.set_exception(error)
+                return None
+            return result if isinstance(result, asyncio.Future) else None
 
         self._scheduler.in_order(slots, on_reached)
         return await done

@@ -29,6 +29,7 @@ from deltaline_server.snapshots.header import (
     header_length,
 )
 from deltaline_server.snapshots.layout import Bytes, Part, Section, SpanProgress, StateLayout
+from deltaline_server.snapshots.sequences.rules import check_progress
 from deltaline_server.tables.prefixes.keys import MAX_KEY_BYTES
 
 PIECE_BYTES = 1 << 20
@@ -76,7 +77,10 @@ class Arriving:
         raw += bytes(length - len(raw))
         await self._fill(memoryview(raw)[PREAMBLE.size :])
         stored = decode(bytes(raw), layout, fingerprint)
-        _check_captured(stored.header.spans)
+        if stored.header.is_sequence:
+            check_progress(stored.header.spans, layout.max_draft)
+        else:
+            _check_captured(stored.header.spans)
         return stored, PREAMBLE.unpack_from(raw)[-1]
 
     async def read_state(self, memory: Bytes) -> None:
@@ -117,7 +121,8 @@ def check_state(stored: StoredHeader, memory: Bytes, layout: StateLayout, types:
             message = f"{name}: expected finite values, got some that are not"
             raise RequestError(Reason.NON_FINITE_INPUT, message, field="chunk")
         if section.part is Part.COMMITS:
-            _check_commits(section.view(memory).view(np.int64), stored.header.spans[0].position, layout.max_draft)
+            position = max(span.position for span in stored.header.spans)
+            _check_commits(section.view(memory).view(np.int64), position, layout.max_draft)
 
 
 def refused(error: StateFileError) -> RequestError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from deltaline_server.config import Config
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.memory.mappings import Pinning
 from deltaline_server.models.model import NUMPY_DTYPES, Model
+from deltaline_server.principal import Principal
 from deltaline_server.snapshots.device.transfer import StateTransfer
 from deltaline_server.snapshots.directory import StateDirectory, StateDirectoryError
 from deltaline_server.snapshots.exchange import Exchange
@@ -19,9 +21,12 @@ from deltaline_server.snapshots.files import FileTier
 from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.layout import VERSION, Part, StateLayer, StateLayout
 from deltaline_server.snapshots.moves import Begin, Moves
+from deltaline_server.snapshots.sequences.whole import WholeSequences
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshots import SnapshotTable
+from deltaline_server.tables.pages import PagesPlaced
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
+from deltaline_server.tables.sequences import SequenceTable
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,29 @@ class Tiers:
             moves=moves,
             snapshots=snapshots,
             adapters=adapters,
+        )
+
+    def wholes(
+        self,
+        model: Model,
+        moves: Moves | None,
+        table: SequenceTable,
+        place_pages: Callable[[PagesPlaced], None],
+        reserve_replies: Callable[[Principal, int], None],
+    ) -> WholeSequences | None:
+        """What takes sequences of a table into host memory and opens others, None where there is none."""
+        if self.host is None or moves is None:
+            return None
+        return WholeSequences(
+            layout=self.layout,
+            fingerprint=self.fingerprint,
+            host=self.host,
+            moves=moves,
+            table=table,
+            place_pages=place_pages,
+            reserve_replies=reserve_replies,
+            ends=model.ends,
+            dtype=model.numpy_dtype,
         )
 
     async def close(self) -> None:

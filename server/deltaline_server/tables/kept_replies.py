@@ -229,6 +229,11 @@ class KeptReplies:
             self._copy_out(span, number, answers)
         self._put_earlier(span, answers)
 
+    def put_one(self, span: int, slot: int, reply: KeptReply, num_bytes: int) -> None:
+        """Keep a reply that came from elsewhere for a cell that has none; num_bytes were reserved for it."""
+        self._number[span, slot], self._row[span, slot] = self._add(reply), 0
+        self._bytes[span, slot] = num_bytes
+
     def _put_earlier(self, span: int, answers: Answers) -> None:
         """Keep a PREFILL step's answer beside those of the steps before it; other steps end these."""
         request, slots = answers.request, answers.slots

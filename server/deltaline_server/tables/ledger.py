@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, Refusal
 from deltaline_server.step import RowKind, StepRequest
+from deltaline_server.tables.progress import Progress, WholeProgress
 
 NO_COMMIT = -1
 
@@ -22,19 +23,6 @@ Slots = NDArray[np.int64]
 # Commits that one span may be ahead of another's: each is remembered until every span has passed it.
 MAX_FIXED_COMMITS = 16384
 RETRY_AFTER_S = {Reason.TOO_MANY_IN_FLIGHT: 0.01, Reason.PAGES_EXHAUSTED: 0.05}
-
-
-class Progress:
-    """Where cells stand: one int64 array `values` [5, spans, slots], and a view [spans, slots] of each field.
-
-    step: number of the last step. position: committed tokens. pending: tokens of a verify that waits for its commit.
-    replay: accepted tokens of a committed verify that the next step folds into the state. zero_commits: verifies in a
-    row at this position of which nothing was accepted; with the position it names a verify on every span.
-    """
-
-    def __init__(self, num_spans: int, num_slots: int) -> None:
-        self.values = np.zeros((5, num_spans, num_slots), dtype=np.int64)
-        self.step, self.position, self.pending, self.replay, self.zero_commits = self.values
 
 
 @dataclass(slots=True, eq=False)
@@ -146,6 +134,19 @@ class StepLedger:
             progress.zero_commits[:, slots] = captured.zero_commits[:, None]
         if captured.fixed:
             self._fixed |= {slot: dict(captured.fixed) for slot in slots.tolist()}
+
+    def whole(self, slot: int) -> WholeProgress:
+        """All that is known of a slot of which nothing is in flight: copies."""
+        committed = np.stack((self._committed_step[:, slot], self._committed_accepted[:, slot]))
+        return WholeProgress(self.done.values[:, :, slot].copy(), committed, dict(self._fixed.get(slot, {})))
+
+    def go_on(self, slot: int, whole: WholeProgress) -> None:
+        """A slot that began anew goes on where another was, whatever waits there."""
+        for progress in (self.done, self.tail):
+            progress.values[:, :, slot] = whole.values
+        self._committed_step[:, slot], self._committed_accepted[:, slot] = whole.committed
+        if whole.fixed:
+            self._fixed[slot] = dict(whole.fixed)
 
     # -- taking steps ----------------------------------------------------------------------------------------------
 

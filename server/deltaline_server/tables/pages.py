@@ -111,6 +111,10 @@ class PagePool:
         places = np.repeat(first - before, counts) + np.arange(len(of_entry))
         return np.stack((of_entry, places, self._table[of_entry, places])).astype(np.int32, copy=False)
 
+    def of(self, line: int, num_tokens: int) -> Pages:
+        """The pages of a line's first tokens, int32: a copy."""
+        return self._table[line, : min(-(-num_tokens // self.page_size), int(self._count[line]))].copy()
+
     def release(self, line: int) -> None:
         """Let go of all pages of a line. Idempotent."""
         self.drop(self._table[line, : self._count[line]])

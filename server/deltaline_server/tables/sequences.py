@@ -3,8 +3,7 @@
 A slot's progress is in the ledger, its kept replies in `replies`, its state in a line of the pool. Time is the `clock`
 argument (monotonic seconds).
 
-Life of a slot:  FREE -> open -> OPEN (-> POISONED) -> close or lease over -> [CLOSING while steps are in flight] ->
-FREE
+Life of a slot: FREE -> open -> OPEN (-> POISONED) -> close or lease over -> [CLOSING while steps are in flight] -> FREE
 """
 
 from __future__ import annotations
@@ -189,6 +188,10 @@ class SequenceTable:
         self._deadline_s[held] = self._clock() + (self._lease_s[held] if lease_s is None else lease_s)
         return [SequenceState(state) for state in states.tolist()]
 
+    def lease(self, slot: int, lease_s: float) -> None:
+        """A slot's sequence, which had another lease so far, has this one from now on."""
+        self._lease_s[slot], self._deadline_s[slot] = lease_s, self._clock() + lease_s
+
     def touch(self, slots: Slots) -> None:
         """Renew the leases of slots whose steps were taken or are over; a later deadline stays."""
         deadline_s = self._lease_s.take(slots)
@@ -262,11 +265,8 @@ class SequenceTable:
         if lease_s is None:
             return self.default_lease_s
         if not 0 < lease_s <= self.max_lease_s:
-            raise RequestError(
-                Reason.INVALID_REQUEST,
-                f"lease_ms: expected 1 .. {round(self.max_lease_s * 1000)}, got {round(lease_s * 1000)}",
-                field="lease_ms",
-            )
+            message = f"lease_ms: expected 1 .. {round(self.max_lease_s * 1000)}, got {round(lease_s * 1000)}"
+            raise RequestError(Reason.INVALID_REQUEST, message, field="lease_ms")
         return lease_s
 
     # -- questions -------------------------------------------------------------------------------------------------

@@ -43,18 +43,6 @@ ALICE = Principal(1, "alice")
 BOB = Principal(2, "bob")
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Callable[..., tuple[StateRig, StateRig]]:
-    """A function that makes two rigs of one model."""
-
-    def make(name: str = "hybrid", **changes: Any) -> tuple[StateRig, StateRig]:
-        for folder in ("from", "to"):
-            (tmp_path / folder).mkdir()
-        return make_rig(tmp_path / "from", name, **changes), make_rig(tmp_path / "to", name, **changes)
-
-    return make
-
-
 async def check_empty(rig: StateRig, num_held: int = 0) -> None:
     """Nothing is left of what came to a rig."""
     await settled(rig)

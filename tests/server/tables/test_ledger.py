@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -192,3 +192,44 @@ def test_a_commit_of_its_own_again_is_the_same_commit() -> None:
         refusal = ledger.commit(0, slot, 2, accepted)
         assert (refusal and refusal.reason) == expected
     assert ledger.done.values[:4, 0, slot].tolist() == [2, 11, 0, 1]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_slot_that_is_read_out_goes_on_elsewhere_by_the_same_rules(data: st.DataObject) -> None:
+    """Whatever comes, both ledgers admit and refuse it alike, and end alike."""
+    first, second = StepLedger(2, NUM_SLOTS, MAX_IN_FLIGHT), StepLedger(2, NUM_SLOTS, MAX_IN_FLIGHT)
+    slots = {first: 2, second: 4}
+    ledgers = [first]
+    num_before = data.draw(st.integers(0, 12))
+    for number in range(num_before + 8):
+        if number == num_before:
+            second.go_on(4, first.whole(2))
+            ledgers.append(second)
+        span, kind = data.draw(st.integers(0, 1)), data.draw(st.sampled_from([1, 2, 3, 3, 3]))
+        accepted, commits = data.draw(st.integers(-1, 2)), data.draw(st.booleans())
+        step = int(first.done.step[span, 2]) + (not commits)
+        position = int(first.done.position[span, 2]) + (accepted if accepted > 0 else 0)
+        told = []
+        for ledger in ledgers:
+            at = np.array([slots[ledger]])
+            if commits:
+                refusal = ledger.commit(span, int(at[0]), step, accepted)
+                told.append([refusal])
+                continue
+            request = make_request([kind], [step], [position], [accepted])
+            request = replace(request, form=replace(request.form, span=span))
+            admission, refusals = ledger.admit(request, np.arange(1), at, request.form.lengths)
+            ledger.take(span, admission)
+            refusals |= ledger.begin(span, admission, np.arange(len(admission.rows)))
+            if not refusals:
+                ledger.finish(span, admission, np.arange(len(admission.rows)))
+            ledger.fall_back(span, int(at[0]))
+            told.append(list(refusals.values()))
+        assert told[0] == told[-1]
+        for ledger in ledgers:
+            ledger.check_integrity()
+    first_whole, second_whole = first.whole(2), second.whole(4)
+    np.testing.assert_array_equal(first_whole.values, second_whole.values)
+    np.testing.assert_array_equal(first_whole.committed, second_whole.committed)
+    assert first_whole.fixed == second_whole.fixed

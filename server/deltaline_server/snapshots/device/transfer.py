@@ -7,8 +7,9 @@ few operations. Bits are moved, never values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -129,7 +130,6 @@ class StateTransfer:
         }
         if not found:
             return
-        tokens = next(iter(found.values())).shape[1]
         index = self._pages[: len(pages)]
         index.copy_(torch.from_numpy(pages.astype(np.int64)))
         for block, entries in self._blocks:
@@ -137,14 +137,30 @@ class StateTransfer:
             head_bytes = len(pages) * page_size * size * block.itemsize
             num_heads_at_once = min(num_heads, len(self._beside) // head_bytes)
             count = max(1, len(self._beside) // (head_bytes * num_heads))
-            for i in range(0, len(entries), count):
+            for i, tokens, alike in _runs(entries, found, count):
                 for head in range(0, num_heads, num_heads_at_once):
-                    part = block[i : i + count, :, :, head : head + num_heads_at_once]
+                    part = block[i : i + len(alike), :, :, head : head + num_heads_at_once]
                     n, heads = part.shape[0], part.shape[3]
                     taken = _shaped(self._beside, block.dtype, (n, len(pages), page_size, heads, size))
                     ordered = _shaped(self._staged, block.dtype, (n, heads, tokens, size))
-                    places = [_viewed(host, found[entry])[head : head + heads] for entry in entries[i : i + count]]
+                    places = [_viewed(host, section)[head : head + heads] for section in alike]
                     yield part, taken, ordered, places, index
+
+
+def _runs(
+    entries: Sequence[tuple[int, Part]], found: Mapping[tuple[int, Part], Section], count: int
+) -> Iterator[tuple[int, int, list[Section]]]:
+    """Sections of as many tokens that follow each other in a block, `count` at most: where they begin, their tokens,
+    and they. What has no tokens has no section."""
+    sections = [found.get(entry) for entry in entries]
+    first = 0
+    for tokens, run in groupby(sections, key=lambda section: 0 if section is None else section.shape[1]):
+        alike = list(run)
+        for at in range(0, len(alike), count):
+            some = [section for section in alike[at : at + count] if section is not None]
+            if some:
+                yield first + at, tokens, some
+        first += len(alike)
 
 
 def staging_bytes(layout: StateLayout, kv: KvPlan | None) -> int:

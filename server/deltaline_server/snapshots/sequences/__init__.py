@@ -1,0 +1,1 @@
+"""Sequences as they stand between two steps: taken whole into host memory, and opened from there."""
