@@ -72,7 +72,7 @@ class Arriving:
             of = bytearray(FINGERPRINT_BYTES)
             await self._fill(memoryview(of))
             if of != fingerprint:
-                raise StateFileError(Flaw.FINGERPRINT, "expected the state of this model and these settings")
+                raise StateFileError(Flaw.FINGERPRINT, "expected a state of this model and settings, got another")
             raise StateFileError(Flaw.LENGTH, f"expected a header of at most {most} bytes, got {length}")
         raw += bytes(length - len(raw))
         await self._fill(memoryview(raw)[PREAMBLE.size :])
