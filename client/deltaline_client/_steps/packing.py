@@ -134,7 +134,7 @@ class Packing:
             yield steps
 
     def _steps(self, row: RowProgress) -> Iterator[RowStep]:
-        """The steps of a long row that are to be sent: those cut before, then new ones."""
-        yield from list(row.steps)
+        """The steps of a long row that are to be sent: those cut before and not answered, then new ones."""
+        yield from [step for step in row.steps if step.reply is None]
         while row.tokens_cut < len(row.hidden) and row.lost is None:
             yield row.cut(min(self._chunk, len(row.hidden) - row.tokens_cut))

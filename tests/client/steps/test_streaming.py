@@ -155,6 +155,24 @@ def test_replies_that_are_lost_with_the_stream(
     assert (sequence.position, sequence.progress().step, sequence.unfinished) == (3 * LIMIT, 3, False)
 
 
+def test_a_step_that_was_answered_is_not_sent_again_with_one_before_it(
+    driven: Any, server: Any, script: Script, pool: ThreadPoolExecutor
+) -> None:
+    sequence = driven.do(driven.client.open())
+    prompt = tokens(3 * LIMIT)
+    call = pool.submit(lambda: driven.do(sequence.prefill(prompt, output="none")))
+    first, *others = script.take(3)
+    script.apply(first)
+    for request in others:
+        script.answers.put(script.apply(request))
+    script.break_off()
+    [again] = script.take(1)
+    assert list(again.step.step) == [1]
+    script.answers.put(script.apply(again))
+    assert call.result(60).shape == (0, HIDDEN)
+    assert (sequence.position, sequence.progress().step, sequence.unfinished) == (3 * LIMIT, 3, False)
+
+
 def test_a_step_without_an_answer_is_remembered_whatever_became_of_those_behind_it(
     driven: Any, once: Any, server: Any, script: Script, pool: ThreadPoolExecutor
 ) -> None:
