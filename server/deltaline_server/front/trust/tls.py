@@ -7,7 +7,7 @@ import os
 import ssl
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -30,6 +30,7 @@ class TlsError(ValueError):
 class _Taken:
     """What the files had when they were read. expires_s: since the epoch. context: for sockets of this process."""
 
+    content: tuple[bytes | None, ...] = field(repr=False)
     configuration: grpc.ServerCertificateConfiguration
     context: ssl.SSLContext
     expires_s: float
@@ -81,11 +82,14 @@ class Tls:
             if seen != self._seen:
                 self._seen = seen  # before it is read: what changes meanwhile is seen the next time
                 try:
-                    self._taken = self._read()
+                    found = self._read()
                 except TlsError as error:
                     self.num_refused += 1
                     event(_log, "certificate refused, the one before stays", level=logging.WARNING, why=str(error))
-                else:
+                    return self._taken
+                # What changed while it was looked at is read twice.
+                if found.content != self._taken.content:
+                    self._taken = found
                     self.num_taken += 1
                     event(_log, "certificate taken", expires_s=round(self._taken.expires_s))
             return self._taken
@@ -124,7 +128,8 @@ class Tls:
                     f"--tls-client-ca: expected certificates in PEM, got others ({reason(error)})"
                 ) from error
             context.verify_mode = ssl.CERT_OPTIONAL
-        return _Taken(grpc.ssl_server_certificate_configuration([(key, cert)], client_ca), context, expires_s)
+        configuration = grpc.ssl_server_certificate_configuration([(key, cert)], client_ca)
+        return _Taken((cert, key, client_ca), configuration, context, expires_s)
 
 
 def _content(flag: str, path: str) -> bytes:

@@ -49,6 +49,15 @@ def test_files_are_read_only_where_time_size_or_number_changed(authority: Author
     assert tls.context() is first and tls.num_refused == 1
 
 
+def test_files_that_are_what_they_were_are_not_taken_anew(authority: Authority) -> None:
+    """As after a change that came while they were looked at: one file's number was the new one, another's the old."""
+    pair = authority.issue("server")
+    tls = made(authority, pair)
+    first = tls.context()
+    put(pair.cert, pair.cert.read_bytes())
+    assert tls.context() is first and (tls.num_taken, tls.num_refused) == (0, 0)
+
+
 def spoilt_key(authority: Authority, pair: Pair) -> None:
     put(pair.key, authority.issue("other").key.read_bytes())
 
