@@ -17,8 +17,8 @@ from deltaline_server.checkpoints.checkpoint import TensorInfo
 ALGORITHM = "splitmix64"
 """How values are drawn; another name is another model."""
 # Values of a tensor that are drawn at once: as many as a core's cache holds of them, or a device soon fills.
-_AT_ONCE = {"cpu": 1 << 16}
-_AT_ONCE_ON_DEVICE = 1 << 24
+AT_ONCE = {"cpu": 1 << 16}
+AT_ONCE_ON_DEVICE = 1 << 24
 # Its increment and its factors, as int64.
 _GOLDEN, _FIRST, _SECOND = (value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -70,7 +70,7 @@ def _normal(key: int, shape: tuple[int, ...], rows: slice, columns: slice, devic
     if values.numel() == 0:
         return values.view(bottom - top, right - left, *shape[2:])
     within = torch.arange(left * inner, right * inner, device=device)
-    at_once = max(1, _AT_ONCE.get(device.type, _AT_ONCE_ON_DEVICE) // len(within))
+    at_once = max(1, AT_ONCE.get(device.type, AT_ONCE_ON_DEVICE) // len(within))
     for first in range(0, len(values), at_once):
         some = values[first : first + at_once]
         start = (torch.arange(len(some), device=device) + (top + first)).mul_(shape[1] * inner)

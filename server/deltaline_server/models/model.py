@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +174,7 @@ class Model:
         return self._stacks[span].forward(hidden, rows, states, tiles).to(self.dtype)
 
 
-def load_model(options: ModelOptions) -> Model:
+def load_model(options: ModelOptions, report: Callable[[int, int], object] = lambda done, total: None) -> Model:
     """Load what `options` ask for.
 
     Raises ModelError: the config, a span, a layer or a tensor is not as expected, and the message names it; or there is
@@ -182,7 +182,7 @@ def load_model(options: ModelOptions) -> Model:
     """
     with open_plan(options, options.device, hashes=True) as plan:
         try:
-            return _load(plan, options)
+            return _load(plan, options, report)
         except RuntimeError as error:  # that is how torch says that there is no room
             why = str(error).partition("\n")[0]
             raise ModelError(
@@ -190,12 +190,13 @@ def load_model(options: ModelOptions) -> Model:
             ) from error
 
 
-def _load(plan: ModelPlan, options: ModelOptions) -> Model:
+def _load(plan: ModelPlan, options: ModelOptions, report: Callable[[int, int], object]) -> Model:
     """Load the planned layers. Raises RuntimeError where there is no room."""
     requested = options.adapters
     store = None if requested is None else AdapterStore(plan.layout, requested.num_places, requested.max_rank)
     layers: dict[int, Layer | HyperBlock] = {}
     for number in plan.layers:
+        report(len(layers), len(plan.layers))
         adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
         load = plan.loader.block if options.scope is Scope.BLOCK else plan.loader.mixer
         layers[number] = load(number, adapters)

@@ -43,7 +43,7 @@ def test_each_value_is_by_its_seed_its_tensor_and_its_place(name: str) -> None:
 def test_a_part_is_that_part_of_the_whole(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = RandomTensors(SHAPES, 1, CPU)
     wholes = {name: source.read(name, ALL, ALL) for name in SHAPES}
-    monkeypatch.setitem(random_tensors._AT_ONCE, "cpu", at_once)
+    monkeypatch.setitem(random_tensors.AT_ONCE, "cpu", at_once)
     rows, columns = slice(2, 5), slice(1, 3)
     for name, whole in wholes.items():
         part = source.read(name, rows, columns)
