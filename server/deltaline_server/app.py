@@ -41,7 +41,7 @@ from deltaline_server.front.state_service import StateService
 from deltaline_server.front.trust.principals import open_principals
 from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.front.trust.tls import Tls
-from deltaline_server.log import event
+from deltaline_server.log import Progress, event, told
 from deltaline_server.ports import PortError, bind_grpc, bind_http, bind_link, open_tls, ways_in
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
 from deltaline_server.telemetry.audit import AuditError, open_audit
@@ -231,16 +231,14 @@ class Server:
 
     async def _load(self) -> Runtime:
         """Build the runtime in a thread, and say what is going on."""
-        config, begin_s = self.config, self._clock()
+        config, begin_s, progress = self.config, self._clock(), Progress()
         event(
             _log, "loading", model=config.model or config.random_init, layers=config.layers or "all", scope=config.scope
         )
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
         observer = self.metrics if self._tracing is None else self._tracing.observer(self.metrics)
-        loading = asyncio.create_task(asyncio.to_thread(Runtime.build, config, observer, self._clock, call_soon))
-        while not (await asyncio.wait([loading], timeout=5.0))[0]:
-            event(_log, "still loading", seconds=round(self._clock() - begin_s))
-        runtime = loading.result()
+        building = asyncio.to_thread(Runtime.build, config, observer, self._clock, call_soon, report=progress.report)
+        runtime = await told(building, _log, "still loading", layers=progress)
         model, pool = runtime.model, runtime.pool
         event(
             _log,
@@ -266,16 +264,9 @@ class Server:
     async def _prepare(self, runtime: Runtime) -> None:
         """Make the device ready for batches, and say how far it is; find snapshots."""
         await runtime.find_stored(self.principals.number_of)
-        begin_s, progress = self._clock(), [0, 0]
-
-        def report(done: int, total: int) -> None:
-            progress[:] = done, total
-
-        preparing = asyncio.create_task(runtime.prepare(report))
-        while not (await asyncio.wait([preparing], timeout=5.0))[0]:
-            event(_log, "preparing", seconds=round(self._clock() - begin_s), graphs="{} of {}".format(*progress))
-        preparing.result()
-        event(_log, "prepared", seconds=self._clock() - begin_s, graphs=progress[0])
+        begin_s, progress = self._clock(), Progress()
+        await told(runtime.prepare(progress.report), _log, "preparing", graphs=progress)
+        event(_log, "prepared", seconds=self._clock() - begin_s, graphs=progress.done)
 
     def _front_end(self) -> list[str]:
         """What starts a front end."""

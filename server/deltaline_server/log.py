@@ -5,11 +5,15 @@ Nobody hands it tensors, handles or request bytes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
 import time
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
@@ -23,6 +27,26 @@ _CYGRPC = "grpc._cython.cygrpc"
 def event(logger: logging.Logger, message: str, /, level: int = logging.INFO, **fields: object) -> None:
     """Log one event with named values, for example event(log, "drain began", timeout_s=30)."""
     logger.log(level, message, extra={_FIELDS: fields})
+
+
+class Progress:
+    """How far some work is: `report` tells it, from any thread. done, total: of its parts."""
+
+    done = total = 0
+
+    def report(self, done: int, total: int) -> None:
+        self.done, self.total = done, total
+
+
+async def told(
+    work: Coroutine[Any, Any, T], logger: logging.Logger, message: str, every_s: float = 5.0, **progress: Progress
+) -> T:
+    """What some work returns; how long it takes and how far it is are logged while it goes on."""
+    begin_s, working = time.monotonic(), asyncio.create_task(work)
+    while not (await asyncio.wait([working], timeout=every_s))[0]:
+        far: dict[str, Any] = {name: f"{one.done} of {one.total}" for name, one in progress.items()}
+        event(logger, message, seconds=round(time.monotonic() - begin_s), **far)
+    return working.result()
 
 
 def configure(level: str, format: str) -> None:

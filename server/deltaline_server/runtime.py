@@ -87,17 +87,18 @@ class Runtime:
         clock: Callable[[], float],
         call_soon: CallSoon,
         wall_clock: Callable[[], float] = time.time,
+        report: Callable[[int, int], object] = lambda done, total: None,
     ) -> Runtime:
         """Load the model, test the kernels on its device and allocate its state. Raises: ModelError.
 
         clock: monotonic seconds. wall_clock: seconds since 1970. call_soon: runs calls on the event loop's thread, from
-        any.
+        any. report: told how many layers are loaded, of how many.
         """
         if config.threads:
             torch.set_num_threads(config.threads)
         loaded = model_options(config)
         check_adapter_memory(loaded)
-        model = load_model(loaded)
+        model = load_model(loaded, report)
         options = state_options(config)
         if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
             for shape in dict.fromkeys(model.shapes):

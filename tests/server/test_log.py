@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -66,3 +67,28 @@ def test_text_of_a_value_with_a_line_break_stays_on_its_line(capsys: pytest.Capt
     log.configure("info", "text")
     log.event(LOGGER, "odd", value="a\nb")
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_long_work_is_told_of_and_what_it_gives_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, was_told, lines = log.Progress(), asyncio.Event(), list[dict[str, object]]()
+
+    def event(logger: logging.Logger, message: str, **fields: object) -> None:
+        lines.append({"message": message, **fields})
+        was_told.set()
+
+    async def work() -> str:
+        progress.report(3, 8)
+        await was_told.wait()
+        return "model"
+
+    monkeypatch.setattr(log, "event", event)
+    assert asyncio.run(log.told(work(), LOGGER, "still loading", every_s=0.01, layers=progress)) == "model"
+    assert lines[0] == {"message": "still loading", "seconds": 0, "layers": "3 of 8"}
+
+
+def test_what_long_work_raises_comes_back() -> None:
+    async def work() -> None:
+        raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        asyncio.run(log.told(work(), LOGGER, "still loading"))

@@ -1,16 +1,13 @@
-"""Where weights come from: a directory of safetensors files, or a seed."""
+"""Where weights come from: a directory of safetensors files."""
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -121,42 +118,6 @@ class Checkpoint:
                 raise ModelError(f"{file}: expected at most {MAX_TENSORS} tensors, got {len(handle.keys())}")
             self._handles[file] = handle
         return handle
-
-
-class RandomTensors:
-    """Tensors drawn from a seed: each depends on the seed and its own name only, whatever part of it is read.
-
-    Linear weights keep the scale of their input, norms are near one, and gates forget over 10 to 1000 tokens.
-    """
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
-        self._shapes = shapes
-        self._seed = seed
-
-    @property
-    def names(self) -> Iterable[str]:
-        return self._shapes.keys()
-
-    def info(self, name: str) -> TensorInfo:
-        return TensorInfo("", self._shapes[name], "F32")
-
-    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Draw the tensor, fp32, and return a part of it."""
-        shape = self._shapes[name]
-        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        if name.endswith(".A_log"):
-            tensor = torch.empty(shape).uniform_(1, 16, generator=generator).log_()
-        elif name.endswith(".dt_bias"):
-            # The inverse of softplus, of time steps whose logarithm is uniform.
-            step = torch.empty(shape).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
-            tensor = step.expm1().log_()
-        elif len(shape) == 1:
-            centre = 1.0 if name.endswith((".norm.weight", ".D", "_hc.scale", ".hc_scale")) else 0.0
-            tensor = torch.empty(shape).normal_(centre, 0.1, generator=generator)
-        else:
-            tensor = torch.empty(shape).normal_(0, math.prod(shape[1:]) ** -0.5, generator=generator)
-        return tensor[rows] if tensor.ndim == 1 else tensor[rows, columns]
 
 
 def _read_index(path: Path) -> dict[str, str]:

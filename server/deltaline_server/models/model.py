@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.fingerprint import HashedTensors, fingerprint
 from deltaline_server.checkpoints.modules import Packed, Placement
+from deltaline_server.checkpoints.random_tensors import ALGORITHM
 from deltaline_server.layers.block import Layer
 from deltaline_server.layers.experts import expert_test_sizes
 from deltaline_server.layers.hyper_connection import HyperBlock
@@ -30,10 +31,9 @@ from deltaline_server.models.config import CONFIG_FILE, ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore, store_bytes
 from deltaline_server.models.servable import Auto, auto_spans, layer_kinds, left_out, spans_text
-from deltaline_server.models.weights import LayerLoader, random_init
+from deltaline_server.models.weights import CPU, LayerLoader, random_init
 from deltaline_server.step import SpanShapes
 
-CPU = torch.device("cpu")
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
@@ -174,7 +174,7 @@ class Model:
         return self._stacks[span].forward(hidden, rows, states, tiles).to(self.dtype)
 
 
-def load_model(options: ModelOptions) -> Model:
+def load_model(options: ModelOptions, report: Callable[[int, int], object] = lambda done, total: None) -> Model:
     """Load what `options` ask for.
 
     Raises ModelError: the config, a span, a layer or a tensor is not as expected, and the message names it; or there is
@@ -182,7 +182,7 @@ def load_model(options: ModelOptions) -> Model:
     """
     with open_plan(options, options.device, hashes=True) as plan:
         try:
-            return _load(plan, options)
+            return _load(plan, options, report)
         except RuntimeError as error:  # that is how torch says that there is no room
             why = str(error).partition("\n")[0]
             raise ModelError(
@@ -190,12 +190,13 @@ def load_model(options: ModelOptions) -> Model:
             ) from error
 
 
-def _load(plan: ModelPlan, options: ModelOptions) -> Model:
+def _load(plan: ModelPlan, options: ModelOptions, report: Callable[[int, int], object]) -> Model:
     """Load the planned layers. Raises RuntimeError where there is no room."""
     requested = options.adapters
     store = None if requested is None else AdapterStore(plan.layout, requested.num_places, requested.max_rank)
     layers: dict[int, Layer | HyperBlock] = {}
     for number in plan.layers:
+        report(len(layers), len(plan.layers))
         adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
         load = plan.loader.block if options.scope is Scope.BLOCK else plan.loader.mixer
         layers[number] = load(number, adapters)
@@ -203,7 +204,7 @@ def _load(plan: ModelPlan, options: ModelOptions) -> Model:
         make_stack([layers[number] for number in span], ends, plan.streams, plan.loader.head)
         for span, ends in zip(plan.spans, plan.ends, strict=True)
     ]
-    weights = {"seed": options.seed} if plan.hashed is None else {"tensors": plan.hashed.identity()}
+    weights = {"seed": options.seed, "drawn": ALGORITHM} if plan.hashed is None else {"tensors": plan.hashed.identity()}
     return Model(plan, options.scope, stacks, store, weights)
 
 
@@ -293,7 +294,7 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
         dtype = options.dtype or getattr(torch, config.dtype or "float32")
         placement = Placement(_with_index(device), dtype, options.rank, options.world_size)
         hashed = HashedTensors(checkpoint) if hashes and checkpoint is not None else None
-        source = hashed or checkpoint or random_init(config, layers, options.scope, options.seed)
+        source = hashed or checkpoint or random_init(config, layers, options.scope, options.seed, placement.device)
         loader = LayerLoader(source, config, layers, options.scope, placement)
         streams = config.streams if options.scope is Scope.BLOCK else None
         token = SpanShapes(config.hidden_size, dtype.itemsize)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from deltaline_kernels import LoraWeights
-from deltaline_server.checkpoints.checkpoint import DTYPES, RandomTensors, TensorSource
+from deltaline_server.checkpoints.checkpoint import DTYPES, TensorSource
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
+from deltaline_server.checkpoints.random_tensors import RandomTensors
 from deltaline_server.layers.attention import AttentionFamily
 from deltaline_server.layers.block import Blocks, Layer
 from deltaline_server.layers.experts import GATE_UP, one_by_one
@@ -34,6 +36,8 @@ from deltaline_server.models.servable import layer_kinds
 
 # What transformers writes before a layer's number: in whole models, then in models saved without their head.
 PREFIXES = ("model.layers.", "model.language_model.layers.", "layers.", "language_model.layers.", "backbone.layers.")
+
+CPU = torch.device("cpu")
 
 MixerFamily = AttentionFamily | GatedDeltaNetFamily | Mamba2Family
 BlockFamily = Blocks | HyperBlocks
@@ -82,16 +86,18 @@ def expected_tensors(config: ModelConfig, kind: LayerKind, scope: Scope) -> dict
     return tensors | {f"{module.name}.weight": (module.rows, module.columns) for module in modules}
 
 
-def random_init(config: ModelConfig, layers: Sequence[int], scope: Scope, seed: int) -> RandomTensors:
-    """Return weights drawn from `seed` for these layers, to be loaded as a checkpoint is. Raises as layer_kinds."""
+def random_init(
+    config: ModelConfig, layers: Sequence[int], scope: Scope, seed: int, device: torch.device = CPU
+) -> RandomTensors:
+    """Return weights drawn from `seed` for these layers on a device, to be loaded as a checkpoint is. Raises as
+    layer_kinds."""
     kinds = layer_kinds(config, layers, scope)
-    # A tensor is drawn again for each part that is read of it: experts are drawn one by one.
-    names = {kind: one_by_one(expected_tensors(config, kind, scope)) for kind in dict.fromkeys(kinds.values())}
+    names = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
     shapes = {f"{PREFIXES[0]}{i}.{name}": size for i, kind in kinds.items() for name, size in names[kind].items()}
     if config.streams is not None:
         head = head_tensors(config.streams, config.hidden_size)
         shapes |= {_beside(PREFIXES[0], name): size for name, size in head.items()}
-    return RandomTensors(shapes, seed)
+    return RandomTensors(shapes, seed, device)
 
 
 class LayerLoader:

@@ -18,7 +18,6 @@ from deltaline_server.checkpoints.checkpoint import (
     MAX_HEADER_BYTES,
     SINGLE_FILE,
     Checkpoint,
-    RandomTensors,
     TensorInfo,
 )
 from deltaline_server.checkpoints.config_reader import ModelError
@@ -142,15 +141,3 @@ def test_a_file_that_is_no_safetensors_is_refused_with_the_reason(tmp_path: Path
     with pytest.raises(ModelError, match=rf"^{SINGLE_FILE}: expected safetensors, {told}") as caught:
         Checkpoint(tmp_path)
     assert str(tmp_path) not in str(caught.value)
-
-
-def test_random_tensors_depend_on_seed_and_name_only() -> None:
-    shapes = {"x.weight": (6, 4), "y.weight": (6, 4), "z.linear_attn.A_log": (8,)}
-    source = RandomTensors(shapes, seed=1)
-    whole = source.read("x.weight", ALL, ALL)
-    assert torch.equal(source.read("x.weight", slice(2, 4), slice(1, 3)), whole[2:4, 1:3])
-    assert torch.equal(RandomTensors({"x.weight": (6, 4)}, seed=1).read("x.weight", ALL, ALL), whole)
-    assert not torch.equal(source.read("y.weight", ALL, ALL), whole)
-    assert not torch.equal(RandomTensors(shapes, seed=2).read("x.weight", ALL, ALL), whole)
-    decay = source.read("z.linear_attn.A_log", ALL, ALL).exp()
-    assert ((decay >= 1) & (decay <= 16)).all()
