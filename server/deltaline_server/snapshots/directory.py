@@ -160,6 +160,7 @@ class StateDirectory:
                 os.close(descriptor)
         except OSError as error:
             flaws = {errno.ELOOP: Flaw.KIND, errno.ENXIO: Flaw.KIND, errno.ENOENT: Flaw.GONE}
+            flaws |= dict.fromkeys((errno.EMFILE, errno.ENFILE, errno.ENOMEM), Flaw.BUSY)
             flaw = flaws.get(error.errno or 0, Flaw.UNREADABLE)
             raise StateFileError(flaw, f"can't be read ({error.strerror})") from error
 

@@ -42,6 +42,8 @@ class Miss(StrEnum):
     """The disk has no room, or the user no more of it."""
     FAILED = "failed"
     """The system can't write or read."""
+    BUSY = "busy"
+    """The system can't read now, and may later."""
     UNKNOWN = "unknown"
     """It was never stored, or was evicted."""
     DAMAGED = "damaged"
@@ -227,8 +229,8 @@ class FileTier:
         """A state could not be read: one whose file is damaged is no more."""
         event(_log, "a stored state can't be read", level=logging.WARNING, flaw=error.flaw, why=error)
         self.flaws[error.flaw] += 1
-        if error.flaw is Flaw.UNREADABLE:
-            return self._missed(Miss.FAILED)
+        if error.flaw in (Flaw.UNREADABLE, Flaw.BUSY):
+            return self._missed(Miss.FAILED if error.flaw is Flaw.UNREADABLE else Miss.BUSY)
         if self._files.get(id) is found:
             del self._files[id]
             await self._remove(name_of(id), found.num_bytes)

@@ -67,6 +67,8 @@ class Flaw(StrEnum):
     """A link, a directory, a FIFO, or another user's."""
     GONE = "gone"
     UNREADABLE = "unreadable"
+    BUSY = "busy"
+    """The system has no descriptor or no memory to read it with now; later it may."""
     FOREIGN = "foreign"
     """It does not begin as a state's file does."""
     VERSION = "version"

@@ -20,7 +20,7 @@ from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.backlog import Backlog
 from deltaline_server.snapshots.device.transfer import Commits, StatePlace, StateTransfer
-from deltaline_server.snapshots.files import FileTier
+from deltaline_server.snapshots.files import FileTier, Miss
 from deltaline_server.snapshots.header import StateHeader
 from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.layout import Bytes, SpanProgress
@@ -225,7 +225,11 @@ class Moves:
             return False
 
         async def copy_in(memory: Bytes) -> None:
-            if await files.load(id, memory) is not None:
+            miss = await files.load(id, memory)
+            if miss is Miss.BUSY:
+                message = "the system has no descriptor or memory left to read the snapshot's file with"
+                raise RequestError(Reason.NO_SNAPSHOT_LINES, message, retry_after_s=1.0)
+            if miss is not None:
                 raise _Unreadable
 
         try:

@@ -49,7 +49,7 @@ async def check_damaged(tmp_path: Path, numbers: range) -> Counter[Flaw]:
 
 async def test_damaged_and_foreign_files_are_named_and_not_taken(tmp_path: Path) -> None:
     flaws = await check_damaged(tmp_path, range(12 * NUM_CLASSES))
-    assert flaws.keys() == set(Flaw) - {Flaw.GONE, Flaw.UNREADABLE}
+    assert flaws.keys() == set(Flaw) - {Flaw.GONE, Flaw.UNREADABLE, Flaw.BUSY}
 
 
 @pytest.mark.parametrize("number", range(NUM_CLASSES))

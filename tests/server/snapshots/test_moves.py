@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections import Counter
 from pathlib import Path
@@ -177,6 +178,30 @@ async def test_a_damaged_file_is_lost_and_told(tmp_path: Path) -> None:
     await rig.states.close()
     await rig.tiers.close()
     assert not path.exists()
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM], ids=os.strerror)
+async def test_a_file_that_can_t_be_read_now_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    rig = make_rig(tmp_path, files=True)
+    made = await captured(await prefilled(rig))
+    await settled(rig)
+    await pushed_out(rig)
+    await leave_host(rig, made.id)
+
+    def fail(*_: Any, **__: Any) -> int:
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        with refuses(Reason.NO_SNAPSHOT_LINES):
+            await restored(rig, made)
+    assert rig.moves is not None and rig.moves.num_lost == 0
+    await restored(rig, made)
+    rig.states.check_integrity()
+    await rig.states.close()
+    await rig.tiers.close()
 
 
 async def test_a_prompt_whose_file_is_damaged_begins_with_nothing(tmp_path: Path) -> None:
