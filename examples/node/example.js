@@ -5,8 +5,12 @@
 import assert from 'node:assert/strict';
 import { Client, outputsOf } from './client.js';
 
-const client = new Client(process.argv[2] ?? '127.0.0.1:50051');
-const { hidden_size: width, model_type: model, max_context: context } = await client.info();
+const address = process.argv[2] ?? '127.0.0.1:50051';
+const client = new Client(address);
+const { hidden_size: width, model_type: model, max_context: context } = await client.info().catch((error) => {
+  console.error(`${address}: ${error.details || error.message}`);
+  process.exit(1);
+});
 
 // Hidden states of some tokens, the same in every run.
 let seed = 1;
