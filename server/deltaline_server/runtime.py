@@ -86,8 +86,8 @@ class Runtime:
         observer: Observer,
         clock: Callable[[], float],
         call_soon: CallSoon,
-        wall_clock: Callable[[], float] = time.time,
         report: Callable[[int, int], object] = lambda done, total: None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> Runtime:
         """Load the model, test the kernels on its device and allocate its state. Raises: ModelError.
 

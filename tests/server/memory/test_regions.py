@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from rigs.adapter_rig import Clock
+from rigs.until import until
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.memory import regions as regions_module
@@ -81,6 +82,11 @@ def memory_files() -> tuple[int, int]:
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return sum("memfd:deltaline" in link for link in links), sum("memfd:deltaline" in line for line in maps)
+
+
+async def no_more_than(before: tuple[int, int]) -> None:
+    """Return once there are no more files and mappings than before: a thread that made one may be about to drop it."""
+    await until(lambda: all(now <= then for now, then in zip(memory_files(), before, strict=True)))
 
 
 def mapped_by_name(region: Region) -> mmap.mmap:
@@ -182,7 +188,8 @@ async def test_what_the_host_can_not_give_is_refused(monkeypatch: pytest.MonkeyP
     regions, before = make(), memory_files()
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     assert await reason_of(regions.create(1, None)) is Reason.SHARED_MEMORY_EXHAUSTED
-    assert (regions.used_bytes, memory_files()) == (0, before)
+    assert regions.used_bytes == 0
+    await no_more_than(before)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +292,8 @@ async def test_memory_that_outlives_the_server_is_unpinned_before_it_is_unmapped
     assert len(pinning.pinned) == 1 and memory_files() == (before[0] + 1, before[1] + 1)
     del array
     gc.collect()
-    assert not pinning.pinned and memory_files() == before
+    assert not pinning.pinned
+    await no_more_than(before)
 
 
 async def test_memory_that_can_not_be_unpinned_stays_mapped() -> None:
@@ -330,7 +338,7 @@ async def test_a_caller_that_leaves_during_the_creation_leaves_nothing_behind(mo
         while regions.used_bytes:
             await asyncio.sleep(0.01)
             await settle(regions)
-    assert memory_files() == before
+    await no_more_than(before)
 
 
 async def test_regions_that_come_and_go_leave_no_file_and_no_mapping() -> None:
@@ -340,7 +348,7 @@ async def test_regions_that_come_and_go_leave_no_file_and_no_mapping() -> None:
     for _ in range(20):
         regions.release((await regions.create(PAGE, None)).id)
     await settle(regions)
-    assert memory_files() == before
+    await no_more_than(before)
 
 
 async def test_anothers_region_is_one_that_never_was() -> None:
