@@ -180,8 +180,8 @@ def _write_checkpoint(
     }
     model: Any = getattr(transformers, classes[model_type])(made)
     # The vectors that multiply as they are; other norms have the distance from 1.
-    is_mamba = model_type in ("mamba2", "nemotron_h", "bamba")
-    around_one = ("norm.weight", "norm_f.weight", ".D") if is_mamba else ("linear_attn.norm.weight",)
+    is_qwen = model_type.startswith("qwen")
+    around_one = ("linear_attn.norm.weight",) if is_qwen else ("norm.weight", "norm_f.weight", ".D")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -44,3 +44,18 @@ EXPERTS = HYBRID | {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+# Attention without a gate, norms of heads or a size of them.
+BAMBA: dict[str, Any] = {
+    "model_type": "bamba",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "attn_layer_indices": [1],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1000,
+    "rms_norm_eps": 1e-5,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+}

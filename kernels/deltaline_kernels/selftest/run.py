@@ -65,6 +65,8 @@ def run_selftest(
     has_conv_bias: bool = False,
     rotary_dim: int = 16,
     page_size: int = 64,
+    is_gated: bool = True,
+    norms_heads: bool = True,
     streams: int = 0,
     hidden: int = 64,
     router: Router | None = None,
@@ -83,6 +85,7 @@ def run_selftest(
         dt_limit: least and greatest time step of a Mamba2 layer.
         has_conv_bias: whether the convolution of a Mamba2 layer has a bias.
         rotary_dim, page_size: of attention alone.
+        is_gated, norms_heads: whether its outputs have a gate, and whether heads of queries and keys are normalised.
         streams: residual streams of `hidden` channels; 0: the model mixes none.
         router: how tokens of `hidden` channels choose among `num_experts` experts of `expert_dim` channels, the shared
             ones not counted; None: the model has no experts.
@@ -106,6 +109,8 @@ def run_selftest(
         has_conv_bias,
         rotary_dim,
         page_size,
+        is_gated,
+        norms_heads,
     )
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
     # On the device: numbers for a long row take a CPU longer than all the rest.

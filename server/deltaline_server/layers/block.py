@@ -20,6 +20,7 @@ from deltaline_kernels import AdapterTiles, LoraWeights, Rows
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import MLP, Module, Packed, mlp_modules
 from deltaline_server.layers.experts import Experts, expert_tensors
+from deltaline_server.layers.norm import rms_norm
 from deltaline_server.layers.projection import load_projection
 from deltaline_server.layers.shapes import ExpertsShape
 
@@ -60,10 +61,10 @@ class Residual:
 class Mlp:
     """A SwiGLU MLP. With shared columns its output is one rank's summand."""
 
-    def __init__(self, reader: LayerReader, adapters: Mapping[Packed, LoraWeights]) -> None:
+    def __init__(self, reader: LayerReader, adapters: Mapping[Packed, LoraWeights], *, has_bias: bool) -> None:
         """Load it. The rows of gate_up are gate | up."""
-        self.gate_up = load_projection(reader, Packed.GATE_UP, adapters)
-        self.down = load_projection(reader, Packed.DOWN, adapters)
+        self.gate_up = load_projection(reader, Packed.GATE_UP, adapters, has_bias=has_bias)
+        self.down = load_projection(reader, Packed.DOWN, adapters, has_bias=has_bias)
 
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; it has no state."""
@@ -105,6 +106,7 @@ class Blocks:
     """The blocks of a model: a branch for each norm, the first around the mixer, the second around an MLP or experts.
 
     intermediate_size: of the MLP. in_fp32: whether sums are kept in fp32. experts: None where there is an MLP.
+    has_mlp_bias: whether its projections have biases.
     """
 
     stored: BlockNames
@@ -113,6 +115,7 @@ class Blocks:
     eps: float
     in_fp32: bool = False
     experts: ExpertsShape | None = None
+    has_mlp_bias: bool = False
 
     @property
     def num_branches(self) -> int:
@@ -137,6 +140,8 @@ class Blocks:
         tensors: dict[str, tuple[int, ...]] = {f"{norm}weight": (self.hidden_size,) for norm in self.stored.norms}
         if self.experts is not None:
             tensors |= expert_tensors(self.stored.mlp, self.hidden_size, self.experts)
+        elif self.has_mlp_bias:
+            tensors |= {f"{module.name}.bias": (module.rows,) for module in self.modules}
         return tensors
 
     def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Block | Residual:
@@ -145,7 +150,7 @@ class Blocks:
         if self.experts is not None:
             inner.append(Experts(reader, self.stored.mlp, self.hidden_size, self.experts))
         elif self.num_branches == 2:
-            inner.append(Mlp(reader, adapters))
+            inner.append(Mlp(reader, adapters, has_bias=self.has_mlp_bias))
         branches = [
             Residual(
                 layer,
@@ -157,8 +162,3 @@ class Blocks:
             for layer, norm in zip(inner, self.stored.norms, strict=True)
         ]
         return branches[0] if len(branches) == 1 else Block(*branches)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise each row of x `[T, D]` in fp32 and scale it by `weight` `[D]` fp32; rounded to x.dtype once."""
-    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)

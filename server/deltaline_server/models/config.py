@@ -10,13 +10,21 @@ from typing import Any
 
 from deltaline_server.checkpoints.config_reader import ConfigReader, ModelError, read_json_object
 from deltaline_server.errors import shown
-from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, MixerShape
+from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, MixerShape, QkNorm
 from deltaline_server.layers.streams import StreamConfig, stream_config
 from deltaline_server.models.families import FAMILIES, Family
 from deltaline_server.models.parts import MAX_SIZE, LayerConfig, MixerKind, MlpKind
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
+# What configs meant before these could say it: left out of what a state means, so that it is the same as then.
+BEFORE: dict[str, Any] = {
+    "experts": None,
+    "has_mlp_bias": False,
+    "is_gated": True,
+    "qk_norm": QkNorm.HEAD,
+    "scale": None,
+}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -34,7 +42,8 @@ class Scope(StrEnum):
 class ModelConfig:
     """A checkpoint's language model.
 
-    intermediate_size: of dense MLPs. dtype: the one that the checkpoint was written for, None where it names none.
+    intermediate_size: of dense MLPs; has_mlp_bias: whether they have biases. dtype: the one that the checkpoint was
+    written for, None where it names none.
     shapes: of its mixers, by kind; of a kind that can't be served there is none, and unserved may say why.
     residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer. streams: its hyper-connections,
     None where it has one plain residual. experts: of the layers that have them, None where
@@ -52,6 +61,7 @@ class ModelConfig:
     unserved: Mapping[MixerKind | MlpKind, str] = field(default_factory=dict)
     streams: StreamConfig | None = None
     experts: ExpertsShape | None = None
+    has_mlp_bias: bool = False
 
     @property
     def family(self) -> Family:
@@ -67,10 +77,12 @@ class ModelConfig:
         """What of it decides what a state means, as JSON values: all but how long sequences may be, and words."""
         values = asdict(self)
         values.pop("unserved")
-        if self.experts is None:  # so that it is the same as before there were any
-            values.pop("experts")
         for shape in values["shapes"].values():
             shape.pop("max_positions", None)
+        for part in (values, *values["shapes"].values()):
+            for name, before in BEFORE.items():
+                if name in part and part[name] == before:
+                    del part[name]
         return values
 
     def with_context(self, max_context: int) -> ModelConfig:
@@ -129,6 +141,7 @@ class ModelConfig:
             unserved=unserved,
             streams=stream_config(config),
             experts=experts,
+            has_mlp_bias=family.mlp_bias is not None and config.flag(family.mlp_bias, default=False),
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from deltaline_server.checkpoints.config_reader import ConfigReader
 from deltaline_server.layers.block import BlockNames
+from deltaline_server.layers.shapes import QkNorm
 from deltaline_server.models.expert_keys import ExpertKeys
 from deltaline_server.models.layer_patterns import (
     dense_layers,
@@ -19,7 +20,7 @@ from deltaline_server.models.layer_patterns import (
     one_part_layers,
     sparse_layers,
 )
-from deltaline_server.models.mixer_keys import GatedAttentionKeys, GatedDeltaNetKeys, Mamba2Keys, MixerKeys
+from deltaline_server.models.mixer_keys import AttentionKeys, GatedDeltaNetKeys, Mamba2Keys, MixerKeys, RotaryKeys
 from deltaline_server.models.parts import LayerConfig, MixerKind
 
 
@@ -33,7 +34,8 @@ class Family:
     text: the key that has the language model's config, "" where it is the config itself. beside: the beginnings of the
     names of modules that belong to no layer.
     activation: the key that must say silu. eps, default_eps: the key of the norms' epsilon, and what it is where a
-    config does not say, None where it must. has_mlps: whether there is an intermediate_size. sums_in_fp32: whether
+    config does not say, None where it must. has_mlps: whether there is an intermediate_size. mlp_bias: the
+    key of whether MLPs have biases, None where they have none. sums_in_fp32: whether
     residual_in_fp32 is asked.
     """
 
@@ -47,23 +49,32 @@ class Family:
     eps: str = "rms_norm_eps"
     default_eps: float | None = None
     has_mlps: bool = True
+    mlp_bias: str | None = None
     sums_in_fp32: bool = False
 
 
 _QWEN_BLOCKS = BlockNames(("input_layernorm.", "post_attention_layernorm."), norm_offset=1)
 _MAMBA_BLOCKS = BlockNames(("norm.",), norm_offset=0)
+_QWEN_ATTENTION = AttentionKeys(
+    heads=16,
+    kv_heads=4,
+    head_dim=256,
+    is_gated=True,
+    qk_norm=QkNorm.HEAD,
+    rotary=RotaryKeys(share=0.25, beside=True, within=True),
+)
 _QWEN3_5 = Family(
     layers=dense_layers,
     mixers={
         MixerKind.GATED_DELTA_NET: GatedDeltaNetKeys(),
-        MixerKind.ATTENTION: GatedAttentionKeys(num_kv_heads=4),
+        MixerKind.ATTENTION: _QWEN_ATTENTION,
     },
     blocks=_QWEN_BLOCKS,
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
     layers=expert_layers,
-    mixers={**_QWEN3_5.mixers, MixerKind.ATTENTION: GatedAttentionKeys(num_kv_heads=2)},
+    mixers={**_QWEN3_5.mixers, MixerKind.ATTENTION: replace(_QWEN_ATTENTION, kv_heads=2)},
     experts=ExpertKeys(num_experts=256, top_k=8, normalises=True),
     has_mlps=False,
 )
@@ -73,7 +84,7 @@ FAMILIES: dict[str, Family] = {
         layers=sparse_layers,
         mixers={
             MixerKind.GATED_DELTA_NET: GatedDeltaNetKeys(is_interleaved=True),
-            MixerKind.ATTENTION: GatedAttentionKeys(num_kv_heads=2),
+            MixerKind.ATTENTION: replace(_QWEN_ATTENTION, kv_heads=2),
         },
         blocks=_QWEN_BLOCKS,
         experts=ExpertKeys(num_experts=512, top_k=10),
@@ -139,8 +150,10 @@ FAMILIES: dict[str, Family] = {
                 default_groups=1,
                 default_state=256,
                 expand="mamba_expand",
-            )
+            ),
+            MixerKind.ATTENTION: AttentionKeys(positions=262144, rotary=RotaryKeys(share=0.5, within=True)),
         },
         blocks=BlockNames(("input_layernorm.", "pre_ff_layernorm."), norm_offset=0, mlp="feed_forward."),
+        mlp_bias="mlp_bias",
     ),
 }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deltaline_kernels import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
 from deltaline_server.checkpoints.config_reader import MAX_FLOAT, ConfigReader
-from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape
+from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape, QkNorm
 from deltaline_server.models.parts import MAX_SIZE
 
 MAX_HEADS = 4096
@@ -38,28 +39,91 @@ class GatedDeltaNetKeys:
 
 
 @dataclass(frozen=True)
-class GatedAttentionKeys:
-    """Attention mixers with an output gate and norms of queries and keys. num_kv_heads: where a config says nothing."""
+class RotaryKeys:
+    """Rotary embeddings of the default kind. share: of a head's channels, where a config says nothing. beside: whether
+    `partial_rotary_factor` may stand in the config itself; within: whether it may where the kind stands.
+    """
 
-    num_kv_heads: int
+    share: float = 1.0
+    beside: bool = False
+    within: bool = False
+
+    def read(self, config: ConfigReader, head_dim: int) -> tuple[int, float]:
+        """Channels that are rotated, and the base of their wavelengths.
+
+        As `rope_scaling` says, else `rope_parameters`, else the config itself. Raises ModelError naming the key.
+        """
+        name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        rope = config.nested(name) if config.get(name) else ConfigReader({}, "")
+        kind = "rope_type" if rope.get("rope_type") is not None else "type"
+        rope.require(kind, "default", default="default")
+        rope.only(ROPE_KEYS)
+        theta = rope if rope.get("rope_theta") is not None else config
+        share, factor = self.share, config
+        if self.within and rope.get("partial_rotary_factor") is not None:
+            factor = rope
+        if self.beside or factor is rope:
+            share = factor.positive("partial_rotary_factor", default=share)
+        rotary_dim = int(head_dim * share)
+        if share > 1 or rotary_dim < 2 or rotary_dim % 2:
+            raise factor.fail("partial_rotary_factor", f"an even number of rotated channels in 2..{head_dim}")
+        return rotary_dim, theta.positive("rope_theta", default=10000.0)
+
+
+@dataclass(frozen=True)
+class AttentionKeys:
+    """Attention mixers. heads, kv_heads, head_dim, positions: where a config says nothing. None: for heads it must say
+    it, kv_heads are as many as heads, head_dim is hidden_size / heads.
+
+    name: what stands before the names of a mixer's tensors. rotates: whether a config has rotary embeddings, None where
+    all have.
+    scale: the key of what multiplies the products of queries and keys, None where the head's size says it.
+    """
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    positions: int = 32768
+    name: str = "self_attn."
+    is_gated: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
+    rotary: RotaryKeys = RotaryKeys()
+    rotates: Callable[[ConfigReader], bool] | None = None
+    scale: str | None = None
 
     def read(self, config: ConfigReader) -> AttentionShape:
         """Read their sizes. Raises ModelError naming the key, also of a kind of rotary embedding that is not served."""
-        heads = config.integer("num_attention_heads", 1, MAX_HEADS, default=16)
-        kv_heads = config.integer("num_key_value_heads", 1, MAX_HEADS, default=self.num_kv_heads)
+        heads = config.integer("num_attention_heads", 1, MAX_HEADS, default=self.heads)
+        kv_heads = heads
+        if self.kv_heads is not None or config.get("num_key_value_heads") is not None:
+            kv_heads = config.integer("num_key_value_heads", 1, MAX_HEADS, default=self.kv_heads)
         if heads % kv_heads:
             raise config.fail("num_attention_heads", f"a multiple of num_key_value_heads ({kv_heads})")
-        head_dim = config.integer("head_dim", 1, MAX_HEAD_DIM, default=256)
-        rotary_dim, theta = _rotary(config, head_dim)
+        head_dim = self._head_dim(config, heads)
+        rotary_dim, theta = 0, 1.0
+        if self.rotates is None or self.rotates(config):
+            rotary_dim, theta = self.rotary.read(config, head_dim)
         return AttentionShape(
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rotary_dim=rotary_dim,
             rope_theta=theta,
-            max_positions=config.integer("max_position_embeddings", 1, MAX_POSITIONS, default=32768),
+            max_positions=config.integer("max_position_embeddings", 1, MAX_POSITIONS, default=self.positions),
             has_bias=config.flag("attention_bias", default=False),
+            is_gated=self.is_gated,
+            qk_norm=self.qk_norm,
+            scale=None if self.scale is None else config.positive(self.scale, default=1.0),
         )
+
+    def _head_dim(self, config: ConfigReader, heads: int) -> int:
+        """Channels of a head."""
+        if self.head_dim is not None or config.get("head_dim") is not None:
+            return config.integer("head_dim", 2, MAX_HEAD_DIM, default=self.head_dim)
+        head_dim = config.integer("hidden_size", 1, MAX_SIZE) // heads
+        if not 2 <= head_dim <= MAX_HEAD_DIM:
+            raise config.fail("num_attention_heads", f"hidden_size / 2..{MAX_HEAD_DIM}, as there is no head_dim")
+        return head_dim
 
 
 @dataclass(frozen=True)
@@ -128,24 +192,5 @@ class Mamba2Keys:
         return float(least), float(greatest)
 
 
-MixerKeys = GatedDeltaNetKeys | GatedAttentionKeys | Mamba2Keys
+MixerKeys = GatedDeltaNetKeys | AttentionKeys | Mamba2Keys
 """What configs call the sizes of any mixer."""
-
-
-def _rotary(config: ConfigReader, head_dim: int) -> tuple[int, float]:
-    """Channels that are rotated, and the base of their wavelengths.
-
-    As `rope_scaling` says, else `rope_parameters`, else the config itself.
-    """
-    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.nested(name) if config.get(name) else ConfigReader({}, "")
-    kind = "rope_type" if rope.get("rope_type") is not None else "type"
-    rope.require(kind, "default", default="default")
-    rope.only(ROPE_KEYS)
-    theta = rope if rope.get("rope_theta") is not None else config
-    factor = rope if rope.get("partial_rotary_factor") is not None else config
-    share = factor.positive("partial_rotary_factor", default=0.25)
-    rotary_dim = int(head_dim * share)
-    if share > 1 or rotary_dim < 2 or rotary_dim % 2:
-        raise factor.fail("partial_rotary_factor", f"an even number of rotated channels in 2..{head_dim}")
-    return rotary_dim, theta.positive("rope_theta", default=10000.0)

@@ -28,7 +28,7 @@ from deltaline_server.layers.shapes import (
     MixerShape,
 )
 from deltaline_server.models.config import ModelConfig, Scope
-from deltaline_server.models.mixer_keys import GatedDeltaNetKeys, Mamba2Keys
+from deltaline_server.models.mixer_keys import AttentionKeys, GatedDeltaNetKeys, Mamba2Keys
 from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
 
@@ -45,8 +45,8 @@ def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
     hidden, eps = config.hidden_size, config.rms_norm_eps
     if isinstance(shape, Mamba2Shape) and isinstance(keys, Mamba2Keys):
         return Mamba2Family(shape, hidden, eps, keys.name)
-    if isinstance(shape, AttentionShape):
-        return AttentionFamily(shape, hidden, eps)
+    if isinstance(shape, AttentionShape) and isinstance(keys, AttentionKeys):
+        return AttentionFamily(shape, hidden, eps, keys.name, config.family.blocks.norm_offset)
     assert isinstance(shape, GatedDeltaNetShape) and isinstance(keys, GatedDeltaNetKeys)
     return GatedDeltaNetFamily(shape, hidden, eps, keys.is_interleaved)
 
@@ -60,6 +60,7 @@ def block_family(config: ModelConfig, mlp: MlpKind | None) -> BlockFamily:
         config.rms_norm_eps,
         config.residual_in_fp32,
         config.experts if mlp is MlpKind.MIXTURE_OF_EXPERTS else None,
+        config.has_mlp_bias,
     )
     return blocks if config.streams is None else HyperBlocks(blocks, config.streams)
 

@@ -74,7 +74,7 @@ def test_sizes_are_those_of_transformers(changes: dict[str, Any]) -> None:
             "partial_rotary_factor: expected an even number of rotated channels in 2..256",
         ),
         ({"head_dim": 12}, "partial_rotary_factor: expected an even number of rotated channels in 2..12, got nothing"),
-        ({"head_dim": 512}, r"head_dim: expected an integer in 1..256, got 512"),
+        ({"head_dim": 512}, r"head_dim: expected an integer in 2..256, got 512"),
         ({"num_attention_heads": 5, "num_key_value_heads": 2}, "num_attention_heads: expected a multiple of num_key"),
         ({"attention_bias": 1}, "attention_bias: expected true or false, got 1"),
         ({"max_position_embeddings": 0}, "max_position_embeddings: expected an integer"),

@@ -57,6 +57,7 @@ MODELS = {
     "hybrid": HYBRID,
     "streams": HYBRID | {"hc_mult": 4},
     "experts": HYBRID | EXPERTS,
+    "bamba": small_models.BAMBA | {"mlp_bias": True},
 }
 Capture = pytest.CaptureFixture[str]
 # Modules whose objects hold weights.

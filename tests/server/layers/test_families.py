@@ -1,0 +1,74 @@
+"""Families that are an entry of the table, whole, against transformers on the same checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rigs.layer_oracle import MAX_DRAFT, Oracle, assert_close, assert_same_state, serve
+
+from deltaline_server.models.config import Scope
+from deltaline_server.models.model import check_model, open_plan
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+HIDDEN = 64
+WRITTEN: dict[str, Any] = {"hidden": HIDDEN, "intermediate": 96, "head_dim": 16, "layers": 3}
+EAGER = {"attn_implementation": "eager", "num_attention_heads": 4, "num_key_value_heads": 2}
+BAMBA = EAGER | {"attn_layer_indices": [1], "max_position_embeddings": 256}
+# The model type, and what differs from what write_checkpoint makes of it.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": ("bamba", BAMBA),
+    "bamba-biases": ("bamba", BAMBA | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}),
+    "bamba-rotary": ("bamba", BAMBA | {"rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 1.0}}),
+    "bamba-one-key": ("bamba", BAMBA | {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    "bamba-limits": ("bamba", BAMBA | {"mamba_conv_bias": False, "time_step_limit": (0.1, 0.9)}),
+}
+ALL = range(3)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def oracle(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, write_checkpoint: Callable[..., Any]
+) -> Oracle:
+    directory = tmp_path_factory.mktemp(request.param)
+    model_type, changes = KINDS[request.param]
+    return Oracle(write_checkpoint(directory, model_type, **WRITTEN, **changes), directory)
+
+
+def test_prefill_decode_verify_and_commit(oracle: Oracle, device: str) -> None:
+    served, cache, hidden = serve(oracle.options(device)), oracle.cache(), torch.randn(50, HIDDEN)
+    prompt, drafts, accepted = 40, MAX_DRAFT, 2
+    ours = [served.step(hidden[:prompt], [1], [prompt]), served.step(hidden[prompt : prompt + 1], [1], [1])]
+    drafted = torch.cat((hidden[prompt + 1 : prompt + 1 + accepted], torch.randn(drafts - accepted, HIDDEN)))
+    ours.append(served.step(drafted, [1], [drafts], verify=True)[:accepted])
+    ours.append(served.step(hidden[prompt + 1 + accepted :], [1], [50 - prompt - 1 - accepted], accepted=accepted))
+    assert_close(torch.cat(ours), oracle.run(ALL, hidden, cache))
+    assert_same_state(served, 1, cache, ALL)
+
+
+@pytest.mark.parametrize("scope", list(Scope))
+@pytest.mark.parametrize("length", [1, 4, 23])
+def test_each_layer_by_itself(oracle: Oracle, device: str, scope: Scope, length: int) -> None:
+    spans, hidden = [range(i, i + 1) for i in ALL], torch.randn(length, HIDDEN)
+    served = serve(oracle.options(device, scope=scope, spans=spans))
+    for i, span in enumerate(spans):
+        assert_close(served.step(hidden, [1], [length], span=i), oracle.run(span, hidden, scope=scope))
+
+
+def test_a_row_s_neighbours_do_not_matter(oracle: Oracle, device: str) -> None:
+    served, again, lengths = (*(serve(oracle.options(device)) for _ in range(2)), [1, MAX_DRAFT, 30])
+    hidden = torch.randn(sum(lengths), HIDDEN)
+    changed = torch.cat((torch.randn(1 + MAX_DRAFT, HIDDEN), hidden[1 + MAX_DRAFT :]))
+    first, second = (one.step(x, [1, 2, 3], lengths) for one, x in ((served, hidden), (again, changed)))
+    assert torch.equal(first[1 + MAX_DRAFT :], second[1 + MAX_DRAFT :])
+
+
+def test_the_config_alone_is_served(oracle: Oracle) -> None:
+    """Weights drawn from a seed have the names and shapes of the checkpoint's."""
+    options = oracle.options(model=None, random_init=oracle.directory / "config.json")
+    check_model(options)
+    with open_plan(options) as drawn, open_plan(oracle.options()) as stored:
+        assert (drawn.spans, drawn.config) == (stored.spans, stored.config)
