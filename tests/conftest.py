@@ -154,6 +154,21 @@ def _write_checkpoint(
             "mamba_chunk_size": 32,
         }
         made = transformers.BambaConfig(**config | overrides)
+    elif model_type == "granitemoehybrid":
+        config |= {
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "mamba_n_heads": value_heads,
+            "mamba_d_head": 2 * hidden // value_heads,
+            "mamba_d_state": head_dim,
+            "mamba_n_groups": key_heads,
+            "mamba_chunk_size": 32,
+            "num_local_experts": 0,
+            "intermediate_size": 32,
+            "shared_intermediate_size": intermediate,
+        }
+        made = transformers.GraniteMoeHybridConfig(**config | overrides)
     elif model_type == "nemotron_h":
         config |= nemotron | {"n_groups": key_heads, "ssm_state_size": head_dim}
         made = transformers.NemotronHConfig(**config | overrides)
@@ -171,6 +186,7 @@ def _write_checkpoint(
     classes = {
         "mamba2": "Mamba2ForCausalLM",
         "bamba": "BambaForCausalLM",
+        "granitemoehybrid": "GraniteMoeHybridForCausalLM",
         "nemotron_h": "NemotronHForCausalLM",
         "qwen3_next": "Qwen3NextForCausalLM",
         "qwen3_5_text": "Qwen3_5ForCausalLM",

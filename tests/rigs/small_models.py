@@ -59,3 +59,13 @@ BAMBA: dict[str, Any] = {
     "mamba_d_head": 16,
     "mamba_d_state": 16,
 }
+GRANITE = BAMBA | {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention"],
+    "intermediate_size": 32,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "residual_multiplier": 0.25,
+    "attention_multiplier": 0.125,
+}

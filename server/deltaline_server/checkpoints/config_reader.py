@@ -109,6 +109,14 @@ class ConfigReader:
             raise self.fail(key, "true or false")
         return value
 
+    def choice(self, key: str, *known: str | None) -> str | None:
+        """One of these values; the first where the key is absent."""
+        value = self._values.get(key, known[0])
+        for one in known:
+            if value == one:
+                return one
+        raise self.fail(key, " or ".join(map(repr, known)))
+
     def require(self, key: str, expected: str, default: str) -> None:
         if self._values.get(key, default) != expected:
             raise self.fail(key, f"'{expected}'")

@@ -175,8 +175,8 @@ class ExpertsShape:
     """Sizes of a mixture of experts, of the whole layer or of one rank's share.
 
     A token has `top_k` of `num_experts`, those of the largest softmax of its logits, and one more that all tokens have,
-    behind a gate. intermediate_size: of each expert; shared_size: of that one. normalises: whether the weights of a
-    token's experts are divided by their sum.
+    behind a gate if has_shared_gate. intermediate_size: of each expert; shared_size: of that one. normalises: whether
+    the weights of a token's experts are divided by their sum.
     """
 
     num_experts: int
@@ -184,6 +184,7 @@ class ExpertsShape:
     intermediate_size: int
     shared_size: int
     normalises: bool
+    has_shared_gate: bool = True
 
     @property
     def num_shared(self) -> int:
@@ -194,6 +195,6 @@ class ExpertsShape:
         """Return one rank's share of each expert's inner channels. Raises ModelError if that can't be done."""
         inner, shared = self.intermediate_size, self.shared_size
         if inner % world_size or shared % world_size:
-            expected = f"a divisor of moe_intermediate_size {inner} and shared_expert_intermediate_size {shared}"
+            expected = f"a divisor of {inner} channels of an expert and {shared} of the shared one"
             raise ModelError(f"world_size: expected {expected}, got {world_size}")
         return replace(self, intermediate_size=inner // world_size, shared_size=shared // world_size)

@@ -21,6 +21,8 @@ MAX_CONFIG_BYTES = 16 << 20
 BEFORE: dict[str, Any] = {
     "experts": None,
     "has_mlp_bias": False,
+    "residual_multiplier": 1.0,
+    "has_shared_gate": True,
     "is_gated": True,
     "qk_norm": QkNorm.HEAD,
     "scale": None,
@@ -47,7 +49,7 @@ class ModelConfig:
     shapes: of its mixers, by kind; of a kind that can't be served there is none, and unserved may say why.
     residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer. streams: its hyper-connections,
     None where it has one plain residual. experts: of the layers that have them, None where
-    there are none or they can't be served.
+    there are none or they can't be served. residual_multiplier: of what a branch adds to the residual.
     """
 
     model_type: str
@@ -62,6 +64,7 @@ class ModelConfig:
     streams: StreamConfig | None = None
     experts: ExpertsShape | None = None
     has_mlp_bias: bool = False
+    residual_multiplier: float = 1.0
 
     @property
     def family(self) -> Family:
@@ -79,7 +82,7 @@ class ModelConfig:
         values.pop("unserved")
         for shape in values["shapes"].values():
             shape.pop("max_positions", None)
-        for part in (values, *values["shapes"].values()):
+        for part in (values, values["experts"] or {}, *values["shapes"].values()):
             for name, before in BEFORE.items():
                 if name in part and part[name] == before:
                     del part[name]
@@ -129,19 +132,25 @@ class ModelConfig:
                 experts = family.experts.read(config)
             except ModelError as error:
                 unserved[MlpKind.MIXTURE_OF_EXPERTS] = str(error)  # their mixers can be served all the same
+        streams, multiplier = stream_config(config), 1.0
+        if family.residual_multiplier is not None:
+            multiplier = config.positive(family.residual_multiplier, default=1.0)
+            if streams is not None:
+                raise config.fail("hc_mult", f"none: streams have no {family.residual_multiplier}")
         return cls(
             model_type=model_type,
             hidden_size=config.integer("hidden_size", 1, MAX_SIZE),
-            intermediate_size=config.integer("intermediate_size", 1, MAX_SIZE) if family.has_mlps else 0,
+            intermediate_size=config.integer(family.inner, 1, MAX_SIZE) if family.inner is not None else 0,
             rms_norm_eps=config.positive(family.eps, default=family.default_eps),
             dtype=_dtype(config, raw),
             shapes=shapes,
             layers=layers,
             residual_in_fp32=family.sums_in_fp32 and config.flag("residual_in_fp32", default=True),
             unserved=unserved,
-            streams=stream_config(config),
+            streams=streams,
             experts=experts,
             has_mlp_bias=family.mlp_bias is not None and config.flag(family.mlp_bias, default=False),
+            residual_multiplier=multiplier,
         )
 
 

@@ -9,11 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from deltaline_server.checkpoints.config_reader import ConfigReader
+from deltaline_server.checkpoints.modules import MlpNames
 from deltaline_server.layers.block import BlockNames
+from deltaline_server.layers.experts import ExpertNames
 from deltaline_server.layers.shapes import QkNorm
 from deltaline_server.models.expert_keys import ExpertKeys
 from deltaline_server.models.layer_patterns import (
     dense_layers,
+    dense_or_expert_layers,
     expert_layers,
     indexed_layers,
     mamba2_layers,
@@ -34,7 +37,8 @@ class Family:
     text: the key that has the language model's config, "" where it is the config itself. beside: the beginnings of the
     names of modules that belong to no layer.
     activation: the key that must say silu. eps, default_eps: the key of the norms' epsilon, and what it is where a
-    config does not say, None where it must. has_mlps: whether there is an intermediate_size. mlp_bias: the
+    config does not say, None where it must. inner: the key of the size of dense MLPs, None where there are
+    none. residual_multiplier: of what branches add, None where nothing multiplies it. mlp_bias: the
     key of whether MLPs have biases, None where they have none. sums_in_fp32: whether
     residual_in_fp32 is asked.
     """
@@ -48,7 +52,8 @@ class Family:
     activation: str = "hidden_act"
     eps: str = "rms_norm_eps"
     default_eps: float | None = None
-    has_mlps: bool = True
+    inner: str | None = "intermediate_size"
+    residual_multiplier: str | None = None
     mlp_bias: str | None = None
     sums_in_fp32: bool = False
 
@@ -76,8 +81,22 @@ _QWEN3_5_MOE = replace(
     layers=expert_layers,
     mixers={**_QWEN3_5.mixers, MixerKind.ATTENTION: replace(_QWEN_ATTENTION, kv_heads=2)},
     experts=ExpertKeys(num_experts=256, top_k=8, normalises=True),
-    has_mlps=False,
+    inner=None,
 )
+_BAMBA_MIXER = Mamba2Keys(
+    num_heads="mamba_n_heads",
+    head_dim="mamba_d_head",
+    state="mamba_d_state",
+    groups=("mamba_n_groups",),
+    conv_width=("mamba_d_conv",),
+    conv_bias=("mamba_conv_bias",),
+    bias="mamba_proj_bias",
+    name="mamba.",
+    default_groups=1,
+    default_state=256,
+    expand="mamba_expand",
+)
+_GRANITE_MLP = MlpNames("shared_mlp.", ("input_linear",), "output_linear")
 _VISION = ("model.visual.", "visual.")
 FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
@@ -110,7 +129,7 @@ FAMILIES: dict[str, Family] = {
         blocks=_MAMBA_BLOCKS,
         eps="layer_norm_epsilon",
         default_eps=1e-5,
-        has_mlps=False,
+        inner=None,
         sums_in_fp32=True,
     ),
     "nemotron_h": Family(
@@ -138,22 +157,47 @@ FAMILIES: dict[str, Family] = {
     "bamba": Family(
         layers=indexed_layers,
         mixers={
-            MixerKind.MAMBA2: Mamba2Keys(
-                num_heads="mamba_n_heads",
-                head_dim="mamba_d_head",
-                state="mamba_d_state",
-                groups=("mamba_n_groups",),
-                conv_width=("mamba_d_conv",),
-                conv_bias=("mamba_conv_bias",),
-                bias="mamba_proj_bias",
-                name="mamba.",
-                default_groups=1,
-                default_state=256,
-                expand="mamba_expand",
-            ),
+            MixerKind.MAMBA2: _BAMBA_MIXER,
             MixerKind.ATTENTION: AttentionKeys(positions=262144, rotary=RotaryKeys(share=0.5, within=True)),
         },
-        blocks=BlockNames(("input_layernorm.", "pre_ff_layernorm."), norm_offset=0, mlp="feed_forward."),
+        blocks=BlockNames(("input_layernorm.", "pre_ff_layernorm."), norm_offset=0, mlp=MlpNames("feed_forward.")),
         mlp_bias="mlp_bias",
+    ),
+    "granitemoehybrid": Family(
+        layers=dense_or_expert_layers,
+        mixers={
+            MixerKind.MAMBA2: _BAMBA_MIXER,
+            MixerKind.ATTENTION: AttentionKeys(
+                positions=2048,
+                rotates=lambda config: config.choice("position_embedding_type", None, "nope", "rope") == "rope",
+                scale="attention_multiplier",
+            ),
+        },
+        blocks=BlockNames(
+            ("input_layernorm.", "post_attention_layernorm."),
+            norm_offset=0,
+            mlp=_GRANITE_MLP,
+            experts=ExpertNames(
+                "block_sparse_moe.",
+                router="router.layer.weight",
+                gate_up="input_linear.weight",
+                down="output_linear.weight",
+                shared=_GRANITE_MLP,
+                shared_gate=None,
+            ),
+        ),
+        experts=ExpertKeys(
+            num_experts=8,
+            top_k=2,
+            normalises=True,
+            inner=None,
+            shared=1024,
+            count_key="num_local_experts",
+            inner_key="intermediate_size",
+            shared_key="shared_intermediate_size",
+            has_shared_gate=False,
+        ),
+        inner="shared_intermediate_size",
+        residual_multiplier="residual_multiplier",
     ),
 }

@@ -9,6 +9,13 @@ from deltaline_server.checkpoints.config_reader import ConfigReader
 from deltaline_server.models.parts import MAX_LAYERS, MAX_SIZE, LayerConfig, MixerKind, MlpKind
 
 _LAYER_TYPES = {"linear_attention": MixerKind.GATED_DELTA_NET, "full_attention": MixerKind.ATTENTION}
+# Of a hybrid with Mamba2, in their new and their old spelling.
+_MIXERS = {
+    "linear_attention": MixerKind.MAMBA2,
+    "full_attention": MixerKind.ATTENTION,
+    "mamba": MixerKind.MAMBA2,
+    "attention": MixerKind.ATTENTION,
+}
 # A layer of Nemotron-H has one part: as its config lists them, in its old spelling, and as letters of a pattern.
 _MAMBA, _ATTENTION = (MixerKind.MAMBA2, None), (MixerKind.ATTENTION, None)
 _DENSE, _EXPERTS = (None, MlpKind.DENSE), (None, MlpKind.MIXTURE_OF_EXPERTS)
@@ -69,6 +76,19 @@ def indexed_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
         raise config.fail("attn_layer_indices", "a list of layer numbers")
     kinds = (MixerKind.ATTENTION if i in attention else MixerKind.MAMBA2 for i in range(num_layers))
     return tuple(LayerConfig(i, kind, MlpKind.DENSE) for i, kind in enumerate(kinds))
+
+
+def dense_or_expert_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """Mamba2 or attention as `layer_types` says, all Mamba2 without; experts in each, or a dense MLP where none are."""
+    num_layers, key = _num_layers(config), config.spelling("layers_block_type", "layer_types")
+    types = config.get(key)
+    if types is None:
+        types = ["linear_attention"] * num_layers
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(_MIXERS) for kind in types):
+        raise config.fail(key, f"{num_layers} of {', '.join(_MIXERS)}")
+    has_experts = config.integer("num_local_experts", 0, MAX_SIZE, default=8) > 0
+    mlp = MlpKind.MIXTURE_OF_EXPERTS if has_experts else MlpKind.DENSE
+    return tuple(LayerConfig(i, _MIXERS[kind], mlp) for i, kind in enumerate(types))
 
 
 def one_part_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:

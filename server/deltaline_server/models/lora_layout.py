@@ -126,7 +126,9 @@ class AdapterLayout:
             return None
         if layer.mixer is None and tensor.module.startswith(ALONE):
             return None
-        if layer.mlp is MlpKind.MIXTURE_OF_EXPERTS and tensor.module.startswith(self._config.family.blocks.mlp):
+        blocks = self._config.family.blocks
+        of_mlp = tensor.module.startswith((blocks.mlp.name, blocks.experts.name))
+        if layer.mlp is MlpKind.MIXTURE_OF_EXPERTS and of_mlp:
             if self._scope is Scope.BLOCK and tensor.layer in self.layers:
                 raise ModelError(f"{shown(name)}: expected no tensor of a mixture of experts, which takes no adapters")
             return None

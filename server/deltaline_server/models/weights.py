@@ -16,7 +16,7 @@ from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.layers.attention import AttentionFamily
 from deltaline_server.layers.block import Blocks, Layer
-from deltaline_server.layers.experts import GATE_UP, one_by_one
+from deltaline_server.layers.experts import one_by_one
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
 from deltaline_server.layers.mamba2 import Mamba2Family
@@ -61,6 +61,7 @@ def block_family(config: ModelConfig, mlp: MlpKind | None) -> BlockFamily:
         config.residual_in_fp32,
         config.experts if mlp is MlpKind.MIXTURE_OF_EXPERTS else None,
         config.has_mlp_bias,
+        config.residual_multiplier,
     )
     return blocks if config.streams is None else HyperBlocks(blocks, config.streams)
 
@@ -87,7 +88,8 @@ def random_init(config: ModelConfig, layers: Sequence[int], scope: Scope, seed: 
     """Return weights drawn from `seed` for these layers, to be loaded as a checkpoint is. Raises as layer_kinds."""
     kinds = layer_kinds(config, layers, scope)
     # A tensor is drawn again for each part that is read of it: experts are drawn one by one.
-    names = {kind: one_by_one(expected_tensors(config, kind, scope)) for kind in dict.fromkeys(kinds.values())}
+    stored = config.family.blocks.experts
+    names = {kind: one_by_one(expected_tensors(config, kind, scope), stored) for kind in dict.fromkeys(kinds.values())}
     shapes = {f"{PREFIXES[0]}{i}.{name}": size for i, kind in kinds.items() for name, size in names[kind].items()}
     if config.streams is not None:
         head = head_tensors(config.streams, config.hidden_size)
@@ -176,11 +178,12 @@ def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int
         raise ModelError(f"layers: expected tensors named {' or '.join(PREFIXES)}N, got {sorted(found) or 'none'}")
     [(prefix, names)] = found.items()
     of_kind = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
+    stored = config.family.blocks.experts
     passed_over = () if scope is Scope.BLOCK else block_family(config, None).names
     for i, kind in kinds.items():
         held = {name.removeprefix(f"{i}.") for name in names if name.startswith(f"{i}.")}
-        is_stacked = config.family.blocks.mlp + GATE_UP in held or not any(".experts.0." in name for name in held)
-        expected = of_kind[kind] if is_stacked else one_by_one(of_kind[kind])
+        is_stacked = stored.stacks[0] in held or not any(".experts.0." in name for name in held)
+        expected = of_kind[kind] if is_stacked else one_by_one(of_kind[kind], stored)
         missing, extra = sorted(expected.keys() - held), sorted(held - expected.keys())
         if missing:
             name = missing[0]

@@ -18,6 +18,13 @@ HIDDEN = 64
 WRITTEN: dict[str, Any] = {"hidden": HIDDEN, "intermediate": 96, "head_dim": 16, "layers": 3}
 EAGER = {"attn_implementation": "eager", "num_attention_heads": 4, "num_key_value_heads": 2}
 BAMBA = EAGER | {"attn_layer_indices": [1], "max_position_embeddings": 256}
+GRANITE = EAGER | {
+    "layer_types": ["mamba", "attention", "mamba"],
+    "max_position_embeddings": 256,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.125,
+}
+GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 # The model type, and what differs from what write_checkpoint makes of it.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", BAMBA),
@@ -25,6 +32,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba-rotary": ("bamba", BAMBA | {"rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 1.0}}),
     "bamba-one-key": ("bamba", BAMBA | {"num_attention_heads": 8, "num_key_value_heads": 1}),
     "bamba-limits": ("bamba", BAMBA | {"mamba_conv_bias": False, "time_step_limit": (0.1, 0.9)}),
+    "granite": ("granitemoehybrid", GRANITE),
+    "granite-rotary": (
+        "granitemoehybrid",
+        GRANITE | {"position_embedding_type": "rope", "attention_bias": True, "rope_parameters": {"rope_theta": 50.0}},
+    ),
+    "granite-experts": ("granitemoehybrid", GRANITE_EXPERTS),
+    "granite-odd-experts": ("granitemoehybrid", GRANITE_EXPERTS | {"num_local_experts": 13, "intermediate_size": 20}),
 }
 ALL = range(3)
 

@@ -46,6 +46,20 @@ BAMBA: dict[str, Any] = {
     "mamba_d_head": 16,
     "mamba_d_state": 16,
 }
+GRANITE: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "shared_intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "layer_types": ["mamba", "attention"],
+    "rms_norm_eps": 1e-5,
+    "num_attention_heads": 4,
+    "num_local_experts": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+}
 GONE = object()
 """In place of a value: the key is not there."""
 # What lies, in which key, with what; and how the message goes on behind the key.
@@ -132,6 +146,16 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (BAMBA, "num_attention_heads", GONE, "expected an integer in 1..4096, got nothing"),
     (BAMBA, "num_attention_heads", 32, "expected hidden_size / 2..256, as there is no head_dim, got 32"),
     (BAMBA, "rope_scaling", {"rope_type": "yarn"}, "expected 'default', got 'yarn'"),
+    (GRANITE, "layer_types", ["mamba"], "expected 2 of linear_attention, full_attention, mamba, attention"),
+    (GRANITE, "layer_types", ["mamba", ["attention"]], "expected 2 of linear_attention, full_attention, mamba, "),
+    (GRANITE, "num_local_experts", -1, "expected an integer in 0..1048576, got -1"),
+    (GRANITE, "num_experts_per_tok", 5, "expected an integer in 1..4, got 5"),
+    (GRANITE, "intermediate_size", GONE, "expected an integer in 1..1048576, got nothing"),
+    (GRANITE, "shared_intermediate_size", 24 * 65, "expected at most 64 times intermediate_size (24), got 1560"),
+    (GRANITE, "residual_multiplier", 0, "expected a positive number that fp32 holds, got 0"),
+    (GRANITE, "attention_multiplier", "1", "expected a positive number that fp32 holds, got '1'"),
+    (GRANITE, "position_embedding_type", "alibi", "expected None or 'nope' or 'rope', got 'alibi'"),
+    (GRANITE, "hc_mult", 4, "expected none: streams have no residual_multiplier, got 4"),
     (NEMOTRON, "hybrid_override_pattern", "MX", "expected 1..4096 of linear_attention"),
     (NEMOTRON, "hybrid_override_pattern", GONE, "expected 1..4096 of linear_attention"),
     (NEMOTRON, "ssm_state_size", 0, "expected an integer in 1..256, got 0"),
@@ -144,7 +168,9 @@ def check(folder: Path, raw: dict[str, Any]) -> None:
     check_model(ModelOptions(torch.device("cpu"), random_init=path))
 
 
-@pytest.mark.parametrize("base", [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, BAMBA], ids=lambda base: base["model_type"])
+@pytest.mark.parametrize(
+    "base", [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, BAMBA, GRANITE], ids=lambda base: base["model_type"]
+)
 def test_the_truth_is_served(tmp_path: Path, base: dict[str, Any]) -> None:
     check(tmp_path, base)
 
