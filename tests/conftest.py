@@ -169,6 +169,9 @@ def _write_checkpoint(
             "shared_intermediate_size": intermediate,
         }
         made = transformers.GraniteMoeHybridConfig(**config | overrides)
+    elif model_type == "olmo_hybrid":
+        tokens = {"pad_token_id": None, "eos_token_id": None}  # its own are beyond a small vocabulary
+        made = transformers.OlmoHybridConfig(**config | linear | tokens | overrides)
     elif model_type == "nemotron_h":
         config |= nemotron | {"n_groups": key_heads, "ssm_state_size": head_dim}
         made = transformers.NemotronHConfig(**config | overrides)
@@ -186,6 +189,7 @@ def _write_checkpoint(
     classes = {
         "mamba2": "Mamba2ForCausalLM",
         "bamba": "BambaForCausalLM",
+        "olmo_hybrid": "OlmoHybridForCausalLM",
         "granitemoehybrid": "GraniteMoeHybridForCausalLM",
         "nemotron_h": "NemotronHForCausalLM",
         "qwen3_next": "Qwen3NextForCausalLM",

@@ -33,6 +33,7 @@ MakeServer = Callable[..., Server]
 VOCABULARY, PAD = 64, 0
 TINY: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden": HIDDEN, "intermediate": 96, "head_dim": 16, "layers": 2}
 HYBRID = TINY | {"layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": 4096}
+OLMO = {"rope_parameters": {"rope_theta": None}}
 BAMBA = {"attn_layer_indices": [1]}
 GRANITE = {"layer_types": ["mamba", "attention"], "embedding_multiplier": 3.0, "logits_scaling": 4.0}
 
@@ -110,6 +111,7 @@ def greedy(model: Any, tokens: Any, count: int, **options: Any) -> Any:
         ("qwen3_5_moe", TINY),
         ("mamba2", TINY | {"tie_word_embeddings": True}),
         ("bamba", TINY | BAMBA),
+        ("olmo_hybrid", HYBRID | OLMO),
         ("granitemoehybrid", TINY | GRANITE),
         ("granitemoehybrid", TINY | GRANITE | {"num_local_experts": 4}),
     ],
@@ -142,7 +144,8 @@ def test_logits_are_those_of_the_whole_model(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "options"), [("bamba", BAMBA), ("granitemoehybrid", GRANITE | {"num_local_experts": 4})]
+    ("model_type", "options"),
+    [("bamba", BAMBA), ("olmo_hybrid", HYBRID | OLMO), ("granitemoehybrid", GRANITE | {"num_local_experts": 4})],
 )
 def test_families_generate_as_transformers_does_plain_and_with_drafts(
     make_server: MakeServer,

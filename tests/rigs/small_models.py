@@ -69,3 +69,12 @@ GRANITE = BAMBA | {
     "residual_multiplier": 0.25,
     "attention_multiplier": 0.125,
 }
+# Attention without rotary embeddings, whose norms are over all heads and behind branches.
+OLMO = GATED_DELTA_NET | {
+    "model_type": "olmo_hybrid",
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    "max_position_embeddings": 1000,
+}

@@ -37,6 +37,7 @@ class Shapes:
     page_size: int
     is_gated: bool = True
     norms_heads: bool = True
+    raw_gates: bool = False
 
     @property
     def is_mamba(self) -> bool:

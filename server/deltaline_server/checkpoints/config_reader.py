@@ -72,6 +72,10 @@ class ConfigReader:
         """The value, None where it is absent."""
         return self._values.get(key)
 
+    def says(self, key: str) -> bool:
+        """Whether the key is there, be it null."""
+        return key in self._values
+
     def spelling(self, *keys: str) -> str:
         """The first of several spellings of a key that has a value, else the last."""
         return next((key for key in keys if self.get(key) is not None), keys[-1])

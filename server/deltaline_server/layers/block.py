@@ -36,16 +36,24 @@ class Layer(Protocol):
 
 
 class Residual:
-    """A residual branch: hidden + scale * inner(norm(hidden)).
+    """A residual branch: hidden + scale * inner(norm(hidden)), or hidden + scale * norm(inner(hidden)) if norms_output.
 
     The sum is fp32 if `in_fp32`, else in the dtype of what came; inner computes in `dtype`.
     """
 
     def __init__(
-        self, inner: Layer, norm: Tensor, eps: float, dtype: torch.dtype, *, in_fp32: bool = False, scale: float = 1.0
+        self,
+        inner: Layer,
+        norm: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        in_fp32: bool = False,
+        scale: float = 1.0,
+        norms_output: bool = False,
     ) -> None:
         """norm: `[hidden]` fp32, what a normalised row is multiplied by."""
-        self.inner, self.scale = inner, scale
+        self.inner, self.scale, self.norms_output = inner, scale, norms_output
         self.norm, self.eps, self.dtype, self.in_fp32 = norm, eps, dtype, in_fp32
 
     @property
@@ -55,9 +63,13 @@ class Residual:
 
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
-        normed = rms_norm(hidden.to(self.dtype), self.norm, self.eps)
-        residual = hidden.float() if self.in_fp32 else hidden
-        return residual.add(self.inner.forward(normed, rows, state, tiles), alpha=self.scale)
+        residual, made = hidden.float() if self.in_fp32 else hidden, hidden.to(self.dtype)
+        if not self.norms_output:
+            made = rms_norm(made, self.norm, self.eps)
+        made = self.inner.forward(made, rows, state, tiles)
+        if self.norms_output:
+            made = rms_norm(made, self.norm, self.eps)
+        return residual.add(made, alpha=self.scale)
 
 
 class Mlp:
@@ -94,14 +106,15 @@ class Block:
 class BlockNames:
     """How a family stores what is around its mixers: names without the prefix and the layer's number.
 
-    norms: what stands before the weight of each norm. norm_offset: what is added to it. mlp: of dense MLPs. experts: of
-    mixtures of them.
+    norms: what stands before the weight of each norm. norm_offset: what is added to it. norms_outputs: whether they are
+    behind what they belong to. mlp: of dense MLPs. experts: of mixtures of them.
     """
 
     norms: tuple[str, ...]
     norm_offset: int
     mlp: MlpNames = MLP
     experts: ExpertNames = EXPERTS
+    norms_outputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,6 +177,7 @@ class Blocks:
                 reader.placement.dtype,
                 in_fp32=self.in_fp32,
                 scale=self.scale,
+                norms_output=self.stored.norms_outputs,
             )
             for layer, norm in zip(inner, self.stored.norms, strict=True)
         ]

@@ -44,10 +44,6 @@ class RecurrentShape:
         """Values that a draft token is kept as: its key, its update, its gates."""
         return self.key_channels + self.value_channels + self.num_value_heads
 
-    def test_sizes(self) -> dict[str, Any]:
-        """The arguments of the kernels' self-test for a model with such mixers."""
-        return asdict(self)
-
     def _share(self, world_size: int, heads: str, **more: Any) -> Self:
         """One rank's share: whole key heads, which errors call `heads`, and their value heads; `more` is replaced too.
 
@@ -61,7 +57,14 @@ class RecurrentShape:
 
 @dataclass(frozen=True)
 class GatedDeltaNetShape(RecurrentShape):
-    """Sizes of a Gated DeltaNet mixer."""
+    """Sizes of a Gated DeltaNet mixer. doubles_updates: whether the strength of an update is twice a sigmoid."""
+
+    doubles_updates: bool = False
+
+    def test_sizes(self) -> dict[str, Any]:
+        """The arguments of the kernels' self-test for a model with such mixers."""
+        sizes = asdict(self)
+        return sizes | {"raw_gates": sizes.pop("doubles_updates")}
 
     def shard(self, world_size: int) -> Self:
         """Return one rank's share: whole key heads and their value heads. Raises ModelError if that can't be done."""

@@ -23,6 +23,7 @@ BEFORE: dict[str, Any] = {
     "has_mlp_bias": False,
     "residual_multiplier": 1.0,
     "has_shared_gate": True,
+    "doubles_updates": False,
     "is_gated": True,
     "qk_norm": QkNorm.HEAD,
     "scale": None,
@@ -135,8 +136,8 @@ class ModelConfig:
         streams, multiplier = stream_config(config), 1.0
         if family.residual_multiplier is not None:
             multiplier = config.positive(family.residual_multiplier, default=1.0)
-            if streams is not None:
-                raise config.fail("hc_mult", f"none: streams have no {family.residual_multiplier}")
+        if streams is not None and not family.takes_streams:
+            raise config.fail("hc_mult", f"none: {model_type} is served with one residual")
         return cls(
             model_type=model_type,
             hidden_size=config.integer("hidden_size", 1, MAX_SIZE),

@@ -6,24 +6,33 @@ A family of known parts is an entry here and a test of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from deltaline_server.checkpoints.config_reader import ConfigReader
 from deltaline_server.checkpoints.modules import MlpNames
 from deltaline_server.layers.block import BlockNames
 from deltaline_server.layers.experts import ExpertNames
+from deltaline_server.layers.gated_delta_net import DeltaLayout
 from deltaline_server.layers.shapes import QkNorm
 from deltaline_server.models.expert_keys import ExpertKeys
 from deltaline_server.models.layer_patterns import (
     dense_layers,
     dense_or_expert_layers,
+    every_fourth_layers,
     expert_layers,
     indexed_layers,
     mamba2_layers,
     one_part_layers,
     sparse_layers,
 )
-from deltaline_server.models.mixer_keys import AttentionKeys, GatedDeltaNetKeys, Mamba2Keys, MixerKeys, RotaryKeys
+from deltaline_server.models.mixer_keys import (
+    AttentionKeys,
+    GatedDeltaNetKeys,
+    Mamba2Keys,
+    MixerKeys,
+    RotaryKeys,
+    has_rope_theta,
+)
 from deltaline_server.models.parts import LayerConfig, MixerKind
 
 
@@ -32,15 +41,16 @@ class Family:
     """What the checkpoints of a model type have in common.
 
     layers: reads which parts each layer has. mixers: by kind, how their configs are read; a kind that is not here is
-    not served yet. blocks: how what surrounds a mixer is stored, and what its norms multiply by. experts: how the
-    configs of layers with a mixture of them are read, None where they are not served yet.
+    not served yet. blocks: how what surrounds a mixer is stored, and what its norms multiply by; attention_blocks:
+    of attention, None for the same. experts: how the configs of layers with a mixture of them are read, None where
+    they are not served yet.
     text: the key that has the language model's config, "" where it is the config itself. beside: the beginnings of the
     names of modules that belong to no layer.
+    spellings: tensors of a layer that may be stored under other names, or in parts, row behind row.
     activation: the key that must say silu. eps, default_eps: the key of the norms' epsilon, and what it is where a
-    config does not say, None where it must. inner: the key of the size of dense MLPs, None where there are
-    none. residual_multiplier: of what branches add, None where nothing multiplies it. mlp_bias: the
-    key of whether MLPs have biases, None where they have none. sums_in_fp32: whether
-    residual_in_fp32 is asked.
+    config does not say, None where it must. inner: the key of the size of dense MLPs, None where there are none.
+    mlp_bias: the key of whether they have biases, None where they have none. residual_multiplier: the key of what
+    multiplies what branches add, None where nothing does. sums_in_fp32: whether residual_in_fp32 is asked.
     """
 
     layers: Callable[[ConfigReader], tuple[LayerConfig, ...]]
@@ -56,6 +66,17 @@ class Family:
     residual_multiplier: str | None = None
     mlp_bias: str | None = None
     sums_in_fp32: bool = False
+    attention_blocks: BlockNames | None = None
+    spellings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def blocks_of(self, mixer: MixerKind) -> BlockNames:
+        """How what surrounds mixers of a kind is stored."""
+        return self.attention_blocks or self.blocks if mixer is MixerKind.ATTENTION else self.blocks
+
+    @property
+    def takes_streams(self) -> bool:
+        """Whether residual streams may stand in place of the residual: branches are norm, mixer or MLP, sum."""
+        return self.residual_multiplier is None and not self.blocks_of(MixerKind.ATTENTION).norms_outputs
 
 
 _QWEN_BLOCKS = BlockNames(("input_layernorm.", "post_attention_layernorm."), norm_offset=1)
@@ -102,7 +123,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         layers=sparse_layers,
         mixers={
-            MixerKind.GATED_DELTA_NET: GatedDeltaNetKeys(is_interleaved=True),
+            MixerKind.GATED_DELTA_NET: GatedDeltaNetKeys(layout=DeltaLayout.INTERLEAVED),
             MixerKind.ATTENTION: replace(_QWEN_ATTENTION, kv_heads=2),
         },
         blocks=_QWEN_BLOCKS,
@@ -199,5 +220,23 @@ FAMILIES: dict[str, Family] = {
         ),
         inner="shared_intermediate_size",
         residual_multiplier="residual_multiplier",
+    ),
+    "olmo_hybrid": Family(
+        layers=every_fourth_layers,
+        mixers={
+            MixerKind.GATED_DELTA_NET: GatedDeltaNetKeys(
+                DeltaLayout.APART, eps=1e-5, doubles_updates="linear_allow_neg_eigval"
+            ),
+            MixerKind.ATTENTION: AttentionKeys(positions=65536, qk_norm=QkNorm.WHOLE, rotates=has_rope_theta),
+        },
+        blocks=BlockNames(("input_layernorm.", "post_attention_layernorm."), norm_offset=0),
+        attention_blocks=BlockNames(
+            ("post_attention_layernorm.", "post_feedforward_layernorm."), norm_offset=0, norms_outputs=True
+        ),
+        spellings={
+            "input_layernorm.weight": ("attention_layer_norm.weight",),
+            "post_attention_layernorm.weight": ("feedforward_layer_norm.weight",),
+            "linear_attn.conv1d.weight": tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv"),
+        },
     ),
 }

@@ -38,6 +38,13 @@ def dense_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(i, mixer, MlpKind.DENSE) for i, mixer in enumerate(_mixers(config)))
 
 
+def every_fourth_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """`layer_types`, or every fourth is attention, and the last where no other is; a dense MLP in each."""
+    num_layers = _num_layers(config)
+    interval = 4 if num_layers >= 4 else num_layers
+    return tuple(LayerConfig(i, mixer, MlpKind.DENSE) for i, mixer in enumerate(_typed_mixers(config, interval)))
+
+
 def expert_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     """`layer_types`, or every full_attention_interval-th is attention; experts in each."""
     return tuple(LayerConfig(i, mixer, MlpKind.MIXTURE_OF_EXPERTS) for i, mixer in enumerate(_mixers(config)))
@@ -106,9 +113,16 @@ def _num_layers(config: ConfigReader) -> int:
 
 
 def _mixers(config: ConfigReader) -> tuple[MixerKind, ...]:
+    interval = 4
+    if config.get("layer_types") is None:
+        interval = config.integer("full_attention_interval", 1, MAX_LAYERS, default=4)
+    return _typed_mixers(config, interval)
+
+
+def _typed_mixers(config: ConfigReader, interval: int) -> tuple[MixerKind, ...]:
+    """Those of `layer_types`; without, attention every so many layers."""
     num_layers, types = _num_layers(config), config.get("layer_types")
     if types is None:
-        interval = config.integer("full_attention_interval", 1, MAX_LAYERS, default=4)
         return tuple(
             MixerKind.GATED_DELTA_NET if (i + 1) % interval else MixerKind.ATTENTION for i in range(num_layers)
         )

@@ -10,7 +10,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.errors import shown
 from deltaline_server.models.config import ModelConfig, Scope
-from deltaline_server.models.parts import LayerKind, MlpKind
+from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
 from deltaline_server.models.weights import PREFIXES, block_family, mixer_family, served_modules
 
@@ -86,7 +86,8 @@ class AdapterLayout:
         self._mixers = {
             kind: {module.name: module for module in mixer_family(config, kind).modules} for kind in config.shapes
         }
-        self._mlp = {module.name: module for module in block_family(config, MlpKind.DENSE).modules}
+        any_dense = LayerKind(MixerKind.ATTENTION, MlpKind.DENSE)  # they are the same beside all mixers
+        self._mlp = {module.name: module for module in block_family(config, any_dense).modules}
         self._config, self._scope = config, scope
         self._projections = {kind: self._slices_of(kind) for kind in kinds}
 

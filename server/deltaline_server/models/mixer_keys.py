@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from deltaline_kernels import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
 from deltaline_server.checkpoints.config_reader import MAX_FLOAT, ConfigReader
+from deltaline_server.layers.gated_delta_net import DeltaLayout
 from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape, QkNorm
 from deltaline_server.models.parts import MAX_SIZE
 
@@ -20,9 +21,12 @@ ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_
 
 @dataclass(frozen=True)
 class GatedDeltaNetKeys:
-    """Gated DeltaNet mixers. is_interleaved: the input projections are stored as qkvz and ba, by key head."""
+    """Gated DeltaNet mixers. layout: how they are stored. eps: of their norm, None for that of the other norms.
+    doubles_updates: the key that says so, True where it is absent; None where none are doubled."""
 
-    is_interleaved: bool = False
+    layout: DeltaLayout = DeltaLayout.TOGETHER
+    eps: float | None = None
+    doubles_updates: str | None = None
 
     def read(self, config: ConfigReader) -> GatedDeltaNetShape:
         """Read their sizes. Raises ModelError naming the key."""
@@ -32,10 +36,19 @@ class GatedDeltaNetKeys:
             key_dim=config.integer("linear_key_head_dim", 1, MAX_HEAD_DIM),
             value_dim=config.integer("linear_value_head_dim", 1, MAX_HEAD_DIM),
             conv_width=config.integer("linear_conv_kernel_dim", MIN_CONV_WIDTH, MAX_CONV_WIDTH),
+            doubles_updates=self.doubles_updates is not None and config.flag(self.doubles_updates, default=True),
         )
         if shape.num_value_heads % shape.num_key_heads:
             raise config.fail("linear_num_value_heads", f"a multiple of linear_num_key_heads ({shape.num_key_heads})")
         return shape
+
+
+def has_rope_theta(config: ConfigReader) -> bool:
+    """Whether the base of rotary embeddings is a number or absent; it is null in a config that has none of them."""
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    places = [config.nested(name), config] if config.get(name) else [config]
+    saying = next((place for place in places if place.says("rope_theta")), None)
+    return saying is None or saying.get("rope_theta") is not None
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rigs.layer_oracle import MAX_DRAFT, Oracle, assert_close, assert_same_state, serve
+from safetensors.torch import load_file, save_file
 
+from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import check_model, open_plan
 
@@ -25,6 +28,11 @@ GRANITE = EAGER | {
     "attention_multiplier": 0.125,
 }
 GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
+OLMO = EAGER | {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+}
 # The model type, and what differs from what write_checkpoint makes of it.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", BAMBA),
@@ -39,6 +47,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite-experts": ("granitemoehybrid", GRANITE_EXPERTS),
     "granite-odd-experts": ("granitemoehybrid", GRANITE_EXPERTS | {"num_local_experts": 13, "intermediate_size": 20}),
+    "olmo": ("olmo_hybrid", OLMO),
+    "olmo-rotary": ("olmo_hybrid", OLMO | {"rope_parameters": {"rope_theta": 50.0}, "attention_bias": True}),
+    "olmo-positive": ("olmo_hybrid", OLMO | {"linear_allow_neg_eigval": False, "rms_norm_eps": 1e-3}),
 }
 ALL = range(3)
 
@@ -86,3 +97,29 @@ def test_the_config_alone_is_served(oracle: Oracle) -> None:
     check_model(options)
     with open_plan(options) as drawn, open_plan(oracle.options()) as stored:
         assert (drawn.spans, drawn.config) == (stored.spans, stored.config)
+
+
+def test_olmo_hybrid_as_it_is_published(tmp_path: Path, write_checkpoint: Callable[..., Any], device: str) -> None:
+    """Its convolutions are cut where q, k and v are; a norm of attention has another name than transformers writes."""
+    oracle = Oracle(write_checkpoint(tmp_path, "olmo_hybrid", **WRITTEN, **OLMO), tmp_path)
+    hidden, file = torch.randn(20, HIDDEN), tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    written = serve(oracle.options(device)).step(hidden, [1], [20])
+    for i in ALL:
+        name = f"model.layers.{i}."
+        if (convolutions := [f"{name}linear_attn.{part}_conv1d.weight" for part in "qkv"])[0] in tensors:
+            whole = torch.cat([tensors[part] for part in convolutions])
+            tensors |= zip(convolutions, (part.contiguous() for part in whole.split((32, 32, 64))), strict=True)
+        else:
+            tensors[name + "post_attention_layernorm.weight"] = tensors.pop(name + "feedforward_layer_norm.weight")
+    save_file(tensors, file)
+    assert torch.equal(serve(oracle.options(device)).step(hidden, [1], [20]), written)
+
+
+def test_what_is_normalised_over_all_heads_is_not_shared_out(
+    tmp_path: Path, write_checkpoint: Callable[..., Any]
+) -> None:
+    oracle = Oracle(write_checkpoint(tmp_path, "olmo_hybrid", **WRITTEN, **OLMO), tmp_path)
+    with pytest.raises(ModelError, match="world_size: expected 1, as queries are normalised over all heads, got 2"):
+        check_model(oracle.options(world_size=2))
+    check_model(oracle.options(world_size=2, scope=Scope.MIXER, layers=range(1)))

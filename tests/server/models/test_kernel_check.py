@@ -34,8 +34,15 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
             GatedDeltaNetShape(2, 6, 16, 8, 3),
             {"streams": 4, "hidden": 128},
             {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 16, "value_dim": 8, "conv_width": 3}
-            | {"streams": 4, "hidden": 128},
+            | {"streams": 4, "hidden": 128, "raw_gates": False},
             {"conv1d", "gated_delta", "lora", "norm", "mhc"},
+        ),
+        (
+            GatedDeltaNetShape(2, 6, 16, 8, 3, doubles_updates=True),
+            {},
+            {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 16, "value_dim": 8, "conv_width": 3}
+            | {"raw_gates": True},
+            {"conv1d", "gated_delta", "lora", "norm"},
         ),
         (
             Mamba2Shape(2, 4, 16, 8, 3, 1, (0.1, math.inf), has_conv_bias=True, has_bias=False),

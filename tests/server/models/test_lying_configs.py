@@ -60,6 +60,20 @@ GRANITE: dict[str, Any] = {
     "mamba_d_head": 16,
     "mamba_d_state": 16,
 }
+OLMO: dict[str, Any] = {
+    "model_type": "olmo_hybrid",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-6,
+    "num_attention_heads": 4,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
 GONE = object()
 """In place of a value: the key is not there."""
 # What lies, in which key, with what; and how the message goes on behind the key.
@@ -155,7 +169,17 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (GRANITE, "residual_multiplier", 0, "expected a positive number that fp32 holds, got 0"),
     (GRANITE, "attention_multiplier", "1", "expected a positive number that fp32 holds, got '1'"),
     (GRANITE, "position_embedding_type", "alibi", "expected None or 'nope' or 'rope', got 'alibi'"),
-    (GRANITE, "hc_mult", 4, "expected none: streams have no residual_multiplier, got 4"),
+    (GRANITE, "hc_mult", 4, "expected none: granitemoehybrid is served with one residual, got 4"),
+    (OLMO, "linear_allow_neg_eigval", "yes", "expected true or false, got 'yes'"),
+    (
+        OLMO,
+        "rope_parameters",
+        {"rope_theta": 1e4, "rope_type": "yarn"},
+        "rope_parameters.rope_type: expected 'default'",
+    ),
+    (OLMO, "rope_parameters", ["rope_theta"], "expected an object"),
+    (OLMO, "num_key_value_heads", 3, "num_attention_heads: expected a multiple of num_key_value_heads (3), got 4"),
+    (OLMO, "hc_mult", 4, "expected none: olmo_hybrid is served with one residual, got 4"),
     (NEMOTRON, "hybrid_override_pattern", "MX", "expected 1..4096 of linear_attention"),
     (NEMOTRON, "hybrid_override_pattern", GONE, "expected 1..4096 of linear_attention"),
     (NEMOTRON, "ssm_state_size", 0, "expected an integer in 1..256, got 0"),
@@ -169,7 +193,7 @@ def check(folder: Path, raw: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "base", [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, BAMBA, GRANITE], ids=lambda base: base["model_type"]
+    "base", [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, BAMBA, GRANITE, OLMO], ids=lambda base: base["model_type"]
 )
 def test_the_truth_is_served(tmp_path: Path, base: dict[str, Any]) -> None:
     check(tmp_path, base)

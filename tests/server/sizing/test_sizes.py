@@ -59,6 +59,7 @@ MODELS = {
     "experts": HYBRID | EXPERTS,
     "bamba": small_models.BAMBA | {"mlp_bias": True},
     "granite": small_models.GRANITE,
+    "olmo": small_models.OLMO,
 }
 Capture = pytest.CaptureFixture[str]
 # Modules whose objects hold weights.
