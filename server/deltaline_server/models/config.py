@@ -12,7 +12,7 @@ from deltaline_server.checkpoints.config_reader import ConfigReader, ModelError,
 from deltaline_server.errors import shown
 from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, MixerShape, QkNorm
 from deltaline_server.layers.streams import StreamConfig, stream_config
-from deltaline_server.models.families import FAMILIES, Family
+from deltaline_server.models.families import FAMILIES, MAMBA_SSM, Family
 from deltaline_server.models.parts import MAX_SIZE, LayerConfig, MixerKind, MlpKind
 
 CONFIG_FILE = "config.json"
@@ -117,7 +117,7 @@ class ModelConfig:
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Read the parsed config. Raises ModelError naming the key."""
-        model_type = raw.get("model_type")
+        model_type = raw.get("model_type", MAMBA_SSM if "ssm_cfg" in raw else None)
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise ModelError(f"model_type: expected one of {', '.join(FAMILIES)}, got {shown(model_type)}")
         if "quantization_config" in raw:
@@ -140,7 +140,7 @@ class ModelConfig:
             raise config.fail("hc_mult", f"none: {model_type} is served with one residual")
         return cls(
             model_type=model_type,
-            hidden_size=config.integer("hidden_size", 1, MAX_SIZE),
+            hidden_size=config.integer(family.hidden, 1, MAX_SIZE),
             intermediate_size=config.integer(family.inner, 1, MAX_SIZE) if family.inner is not None else 0,
             rms_norm_eps=config.positive(family.eps, default=family.default_eps),
             dtype=_dtype(config, raw),

@@ -22,6 +22,7 @@ from deltaline_server.models.layer_patterns import (
     expert_layers,
     indexed_layers,
     mamba2_layers,
+    mamba_ssm_layers,
     one_part_layers,
     sparse_layers,
 )
@@ -29,6 +30,7 @@ from deltaline_server.models.mixer_keys import (
     AttentionKeys,
     GatedDeltaNetKeys,
     Mamba2Keys,
+    MambaSsmKeys,
     MixerKeys,
     RotaryKeys,
     has_rope_theta,
@@ -48,9 +50,10 @@ class Family:
     names of modules that belong to no layer.
     spellings: tensors of a layer that may be stored under other names, or in parts, row behind row.
     activation: the key that must say silu. eps, default_eps: the key of the norms' epsilon, and what it is where a
-    config does not say, None where it must. inner: the key of the size of dense MLPs, None where there are none.
-    mlp_bias: the key of whether they have biases, None where they have none. residual_multiplier: the key of what
-    multiplies what branches add, None where nothing does. sums_in_fp32: whether residual_in_fp32 is asked.
+    config does not say, None where it must. hidden: the key of the hidden size. inner: the key of the size of dense
+    MLPs, None where there are none. mlp_bias: the key of whether they have biases, None where they have none.
+    residual_multiplier: the key of what multiplies what branches add, None where nothing does. sums_in_fp32: whether
+    residual_in_fp32 is asked.
     """
 
     layers: Callable[[ConfigReader], tuple[LayerConfig, ...]]
@@ -62,6 +65,7 @@ class Family:
     activation: str = "hidden_act"
     eps: str = "rms_norm_eps"
     default_eps: float | None = None
+    hidden: str = "hidden_size"
     inner: str | None = "intermediate_size"
     residual_multiplier: str | None = None
     mlp_bias: str | None = None
@@ -119,6 +123,8 @@ _BAMBA_MIXER = Mamba2Keys(
 )
 _GRANITE_MLP = MlpNames("shared_mlp.", ("input_linear",), "output_linear")
 _VISION = ("model.visual.", "visual.")
+# What configs without a model_type are called here: those that mamba-ssm writes.
+MAMBA_SSM = "mamba_ssm"
 FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         layers=sparse_layers,
@@ -149,6 +155,16 @@ FAMILIES: dict[str, Family] = {
         },
         blocks=_MAMBA_BLOCKS,
         eps="layer_norm_epsilon",
+        default_eps=1e-5,
+        inner=None,
+        sums_in_fp32=True,
+    ),
+    MAMBA_SSM: Family(
+        layers=mamba_ssm_layers,
+        mixers={MixerKind.MAMBA2: MambaSsmKeys()},
+        blocks=_MAMBA_BLOCKS,
+        hidden="d_model",
+        eps="norm_epsilon",
         default_eps=1e-5,
         inner=None,
         sums_in_fp32=True,

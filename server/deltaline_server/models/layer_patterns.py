@@ -55,11 +55,7 @@ def sparse_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
 
     Absent keys mean what they mean to the checkpoint's model.
     """
-    dense = config.get("mlp_only_layers")
-    if dense is None:
-        dense = []
-    if not isinstance(dense, list) or not all(type(index) is int for index in dense):
-        raise config.fail("mlp_only_layers", "a list of layer numbers")
+    dense = _layer_numbers(config, "mlp_only_layers")
     num_experts = config.integer("num_experts", 0, MAX_SIZE, default=512)
     step = config.integer("decoder_sparse_step", 1, MAX_SIZE, default=1)
     mlps = (
@@ -74,13 +70,20 @@ def mamba2_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(i, MixerKind.MAMBA2, None) for i in range(_num_layers(config)))
 
 
+def mamba_ssm_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """Attention in the layers of `attn_layer_idx`, Mamba2 in the others, nothing beside them."""
+    attention = _layer_numbers(config, "attn_layer_idx")
+    if config.get("d_intermediate") not in (None, 0):
+        raise config.fail("d_intermediate", "0 (MLPs are not served in this format)")
+    if not config.flag("rms_norm", default=True):
+        raise config.fail("rms_norm", "true")
+    kinds = (MixerKind.ATTENTION if i in attention else MixerKind.MAMBA2 for i in range(_num_layers(config, "n_layer")))
+    return tuple(LayerConfig(i, kind, None) for i, kind in enumerate(kinds))
+
+
 def indexed_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     """Attention in the layers of `attn_layer_indices`, Mamba2 in the others; a dense MLP in each."""
-    num_layers, attention = _num_layers(config), config.get("attn_layer_indices")
-    if attention is None:
-        attention = []
-    if not isinstance(attention, list) or not all(type(index) is int for index in attention):
-        raise config.fail("attn_layer_indices", "a list of layer numbers")
+    num_layers, attention = _num_layers(config), _layer_numbers(config, "attn_layer_indices")
     kinds = (MixerKind.ATTENTION if i in attention else MixerKind.MAMBA2 for i in range(num_layers))
     return tuple(LayerConfig(i, kind, MlpKind.DENSE) for i, kind in enumerate(kinds))
 
@@ -108,8 +111,18 @@ def one_part_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(i, *_BLOCK_TYPES[kind]) for i, kind in enumerate(types))
 
 
-def _num_layers(config: ConfigReader) -> int:
-    return config.integer("num_hidden_layers", 1, MAX_LAYERS)
+def _num_layers(config: ConfigReader, key: str = "num_hidden_layers") -> int:
+    return config.integer(key, 1, MAX_LAYERS)
+
+
+def _layer_numbers(config: ConfigReader, key: str) -> list[int]:
+    """A list of layers, empty where the config has none."""
+    numbers = config.get(key)
+    if numbers is None:
+        return []
+    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+        raise config.fail(key, "a list of layer numbers")
+    return numbers
 
 
 def _mixers(config: ConfigReader) -> tuple[MixerKind, ...]:

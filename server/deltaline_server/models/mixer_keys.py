@@ -17,6 +17,11 @@ MAX_POSITIONS = 1 << 24
 # What may stand beside the rope type. The sections are those of three-dimensional positions (mrope): of text, all three
 # positions are the token's, and rotate as one does.
 ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+# What `ssm_cfg` may say: what is read, what must be as it is served, and what concerns training alone.
+SSM_FORM = {"rmsnorm": True, "norm_before_gate": False, "D_has_hdim": False}
+SSM_READ = ("layer", "d_state", "d_conv", "expand", "headdim", "ngroups", "dt_limit", "conv_bias", "bias")
+SSM_TRAINING = ("A_init_range", "dt_min", "dt_max", "dt_init_floor", "conv_init", "chunk_size", "use_mem_eff_path")
+SSM_KEYS = (*SSM_READ, *SSM_FORM, *SSM_TRAINING)
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,10 @@ class Mamba2Keys:
         groups = config.integer(key, 1, MAX_HEADS, default=self.default_groups)
         if num_heads % groups:
             raise config.fail(key, f"a divisor of {num_heads} heads")
+        if self.least_dt is None:
+            limits = _time_step_limits(config, "time_step_limit")
+        else:
+            limits = config.positive(config.spelling(*self.least_dt), default=0.001), math.inf
         return Mamba2Shape(
             num_key_heads=groups,
             num_value_heads=num_heads,
@@ -183,27 +192,60 @@ class Mamba2Keys:
             key_dim=config.integer(self.state, 1, MAX_HEAD_DIM, default=self.default_state),
             conv_width=config.integer(config.spelling(*self.conv_width), MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
             norm_groups=groups if self.norms_groups else 1,
-            dt_limit=self._time_step_limits(config),
+            dt_limit=limits,
             has_conv_bias=config.flag(config.spelling(*self.conv_bias), default=True),
             has_bias=config.flag(self.bias, default=False),
         )
 
-    def _time_step_limits(self, config: ConfigReader) -> tuple[float, float]:
-        """The least and the greatest time step. JSON has no infinity: it is written in an object, or as Python does."""
-        if self.least_dt is not None:
-            return config.positive(config.spelling(*self.least_dt), default=0.001), math.inf
-        limits = config.get("time_step_limit")
-        if limits is None:
-            return 0.0, math.inf
-        if not isinstance(limits, list) or len(limits) != 2:
-            raise config.fail("time_step_limit", "two numbers")
-        least, greatest = (math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits)
-        if not all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, greatest)):
-            raise config.fail("time_step_limit", "two numbers")
-        if not (0 <= least <= MAX_FLOAT and least <= greatest and (greatest <= MAX_FLOAT or greatest == math.inf)):
-            raise config.fail("time_step_limit", "0 <= least <= greatest, numbers that fp32 holds or infinity")
-        return float(least), float(greatest)
+
+@dataclass(frozen=True)
+class MambaSsmKeys:
+    """Mamba2 mixers as mamba-ssm's own configs tell them, under `ssm_cfg`. name: before the names of their tensors."""
+
+    name: str = "mixer."
+
+    def read(self, config: ConfigReader) -> Mamba2Shape:
+        """Read their sizes and constants. Raises ModelError naming the key, also of what is not served."""
+        own = config.nested("ssm_cfg")
+        own.only(SSM_KEYS)
+        own.require("layer", "Mamba2", default="Mamba1")
+        for key, served in SSM_FORM.items():
+            if own.flag(key, default=served) is not served:
+                raise own.fail(key, str(served).lower())
+        channels = own.integer("expand", 1, MAX_HEADS, default=2) * config.integer("d_model", 1, MAX_SIZE)
+        head_dim = own.integer("headdim", 1, MAX_HEAD_DIM, default=64)
+        heads, groups = channels // head_dim, own.integer("ngroups", 1, MAX_HEADS, default=1)
+        if channels % head_dim or heads > MAX_HEADS:
+            raise own.fail("headdim", f"a divisor of {channels} channels, for at most {MAX_HEADS} heads")
+        if heads % groups:
+            raise own.fail("ngroups", f"a divisor of {heads} heads")
+        return Mamba2Shape(
+            num_key_heads=groups,
+            num_value_heads=heads,
+            value_dim=head_dim,
+            key_dim=own.integer("d_state", 1, MAX_HEAD_DIM, default=128),
+            conv_width=own.integer("d_conv", MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
+            norm_groups=groups,
+            dt_limit=_time_step_limits(own, "dt_limit"),
+            has_conv_bias=own.flag("conv_bias", default=True),
+            has_bias=own.flag("bias", default=False),
+        )
 
 
-MixerKeys = GatedDeltaNetKeys | AttentionKeys | Mamba2Keys
+MixerKeys = GatedDeltaNetKeys | AttentionKeys | Mamba2Keys | MambaSsmKeys
 """What configs call the sizes of any mixer."""
+
+
+def _time_step_limits(config: ConfigReader, key: str) -> tuple[float, float]:
+    """The least and the greatest time step. JSON has no infinity: it is written in an object, or as Python does."""
+    limits = config.get(key)
+    if limits is None:
+        return 0.0, math.inf
+    if not isinstance(limits, list) or len(limits) != 2:
+        raise config.fail(key, "two numbers")
+    least, greatest = (math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits)
+    if not all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, greatest)):
+        raise config.fail(key, "two numbers")
+    if not (0 <= least <= MAX_FLOAT and least <= greatest and (greatest <= MAX_FLOAT or greatest == math.inf)):
+        raise config.fail(key, "0 <= least <= greatest, numbers that fp32 holds or infinity")
+    return float(least), float(greatest)

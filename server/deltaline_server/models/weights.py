@@ -29,7 +29,7 @@ from deltaline_server.layers.shapes import (
     MixerShape,
 )
 from deltaline_server.models.config import ModelConfig, Scope
-from deltaline_server.models.mixer_keys import AttentionKeys, GatedDeltaNetKeys, Mamba2Keys
+from deltaline_server.models.mixer_keys import AttentionKeys, GatedDeltaNetKeys, Mamba2Keys, MambaSsmKeys
 from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
 
@@ -44,7 +44,7 @@ def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
     """Return the family of a model's mixers of a kind. Raises KeyError where the config has no shape of it."""
     shape, keys = config.shapes[kind], config.family.mixers[kind]
     hidden, eps = config.hidden_size, config.rms_norm_eps
-    if isinstance(shape, Mamba2Shape) and isinstance(keys, Mamba2Keys):
+    if isinstance(shape, Mamba2Shape) and isinstance(keys, Mamba2Keys | MambaSsmKeys):
         return Mamba2Family(shape, hidden, eps, keys.name)
     if isinstance(shape, AttentionShape) and isinstance(keys, AttentionKeys):
         return AttentionFamily(shape, hidden, eps, keys.name, config.family.blocks.norm_offset)

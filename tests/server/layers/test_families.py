@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,27 @@ def test_what_is_normalised_over_all_heads_is_not_shared_out(
     with pytest.raises(ModelError, match="world_size: expected 1, as queries are normalised over all heads, got 2"):
         check_model(oracle.options(world_size=2))
     check_model(oracle.options(world_size=2, scope=Scope.MIXER, layers=range(1)))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_mamba2_as_mamba_ssm_writes_it(
+    tmp_path: Path, write_checkpoint: Callable[..., Any], device: str, groups: int
+) -> None:
+    """The names of tensors are those of transformers, keys of the config are not; its norm takes groups one by one."""
+    zamba2 = pytest.importorskip("transformers.models.zamba2.modeling_zamba2", reason="its norm is the oracle's")
+    oracle = Oracle(write_checkpoint(tmp_path, "mamba2", **WRITTEN, key_heads=groups), tmp_path)
+    for layer in oracle.model.base_model.layers:
+        norm = zamba2.Zamba2RMSNormGated(2 * HIDDEN, group_size=2 * HIDDEN // groups, eps=1e-5)
+        norm.weight, layer.mixer.norm = layer.mixer.norm.weight, norm
+    (tmp_path / "config.json").write_text(json.dumps(mamba_ssm(headdim=32, d_state=16, ngroups=groups)))
+    served, hidden = serve(oracle.options(device)), torch.randn(50, HIDDEN)
+    ours = [served.step(hidden[:40], [1], [40]), served.step(hidden[40:41], [1], [1])]
+    ours.append(served.step(hidden[41:45], [1], [MAX_DRAFT], verify=True))
+    ours.append(served.step(hidden[45:], [1], [5], accepted=MAX_DRAFT))
+    assert_close(torch.cat(ours), oracle.run(ALL, hidden))
+
+
+def mamba_ssm(**own: Any) -> dict[str, Any]:
+    """A config as mamba-ssm writes it, with these keys of its `ssm_cfg`."""
+    keys = {"d_model": HIDDEN, "d_intermediate": 0, "n_layer": len(ALL), "vocab_size": 8, "attn_layer_idx": []}
+    return keys | {"ssm_cfg": {"layer": "Mamba2", **own}, "rms_norm": True, "residual_in_fp32": True}

@@ -74,6 +74,7 @@ OLMO: dict[str, Any] = {
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }
+MAMBA_SSM: dict[str, Any] = {"d_model": 32, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2", "headdim": 16}}
 GONE = object()
 """In place of a value: the key is not there."""
 # What lies, in which key, with what; and how the message goes on behind the key.
@@ -180,6 +181,30 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (OLMO, "rope_parameters", ["rope_theta"], "expected an object"),
     (OLMO, "num_key_value_heads", 3, "num_attention_heads: expected a multiple of num_key_value_heads (3), got 4"),
     (OLMO, "hc_mult", 4, "expected none: olmo_hybrid is served with one residual, got 4"),
+    (MAMBA_SSM, "ssm_cfg", {"headdim": 16}, "ssm_cfg.layer: expected 'Mamba2', got nothing"),
+    (MAMBA_SSM, "ssm_cfg", {"layer": "Mamba1"}, "ssm_cfg.layer: expected 'Mamba2', got 'Mamba1'"),
+    (MAMBA_SSM, "ssm_cfg", {"layer": "Mamba2", "headdim": 60}, "ssm_cfg.headdim: expected a divisor of 64 channels"),
+    (MAMBA_SSM, "ssm_cfg", {"layer": "Mamba2", "ngroups": 2}, "ssm_cfg.ngroups: expected a divisor of 1 heads, got 2"),
+    (MAMBA_SSM, "ssm_cfg", {"layer": "Mamba2", "rmsnorm": False}, "ssm_cfg.rmsnorm: expected true, got False"),
+    (MAMBA_SSM, "ssm_cfg", {"layer": "Mamba2", "D_has_hdim": True}, "ssm_cfg.D_has_hdim: expected false, got True"),
+    (
+        MAMBA_SSM,
+        "ssm_cfg",
+        {"layer": "Mamba2", "d_ssm": 32},
+        "ssm_cfg.'d_ssm': expected none (it is not known)",
+    ),
+    (
+        MAMBA_SSM,
+        "ssm_cfg",
+        {"layer": "Mamba2", "dt_limit": [1, 0]},
+        "ssm_cfg.dt_limit: expected 0 <= least <= greatest",
+    ),
+    (MAMBA_SSM, "ssm_cfg", None, "expected an object, got None"),
+    (MAMBA_SSM, "d_model", GONE, "expected an integer in 1..1048576, got nothing"),
+    (MAMBA_SSM, "n_layer", 0, "expected an integer in 1..4096, got 0"),
+    (MAMBA_SSM, "d_intermediate", 64, "expected 0 (MLPs are not served in this format), got 64"),
+    (MAMBA_SSM, "rms_norm", False, "expected true, got False"),
+    (MAMBA_SSM, "attn_layer_idx", "1", "expected a list of layer numbers, got '1'"),
     (NEMOTRON, "hybrid_override_pattern", "MX", "expected 1..4096 of linear_attention"),
     (NEMOTRON, "hybrid_override_pattern", GONE, "expected 1..4096 of linear_attention"),
     (NEMOTRON, "ssm_state_size", 0, "expected an integer in 1..256, got 0"),
@@ -193,7 +218,9 @@ def check(folder: Path, raw: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "base", [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, BAMBA, GRANITE, OLMO], ids=lambda base: base["model_type"]
+    "base",
+    [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, BAMBA, GRANITE, OLMO, MAMBA_SSM],
+    ids=lambda base: base.get("model_type", "mamba_ssm"),
 )
 def test_the_truth_is_served(tmp_path: Path, base: dict[str, Any]) -> None:
     check(tmp_path, base)
