@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.models.config import Scope
-from deltaline_server.models.model import check_model, open_plan
+from deltaline_server.models.model import ModelOptions, check_model, open_plan
+from deltaline_server.models.servable import Auto
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -148,3 +149,14 @@ def mamba_ssm(**own: Any) -> dict[str, Any]:
     """A config as mamba-ssm writes it, with these keys of its `ssm_cfg`."""
     keys = {"d_model": HIDDEN, "d_intermediate": 0, "n_layer": len(ALL), "vocab_size": 8, "attn_layer_idx": []}
     return keys | {"ssm_cfg": {"layer": "Mamba2", **own}, "rms_norm": True, "residual_in_fp32": True}
+
+
+@pytest.mark.parametrize("name", ["BambaConfig", "GraniteMoeHybridConfig", "OlmoHybridConfig"])
+def test_the_sizes_of_the_models_that_transformers_names_are_served(tmp_path: Path, name: str) -> None:
+    """Its defaults are those of Bamba 9.8B, Granite and Olmo-Hybrid 7B."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: the sizes are its own")
+    getattr(transformers, name)().save_pretrained(tmp_path)
+    options = ModelOptions(torch.device("cpu"), random_init=tmp_path / "config.json", spans=Auto.AUTO)
+    check_model(options)
+    with open_plan(options) as plan:
+        assert plan.spans == (range(32),) and plan.left_out == ""
