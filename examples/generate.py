@@ -49,7 +49,7 @@ class Names:
     epsilon: str
 
 
-NAMES = Names(("embed_tokens.weight",), ("norm.weight",), "rms_norm_eps")
+NAMES = Names(("embed_tokens.weight",), ("norm.weight", "final_layernorm.weight"), "rms_norm_eps")
 # The second name is that of checkpoints which mamba_ssm wrote.
 MAMBA_NAMES = Names(("embeddings.weight", "embedding.weight"), ("norm_f.weight",), "layer_norm_epsilon")
 
