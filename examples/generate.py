@@ -49,7 +49,7 @@ class Names:
     epsilon: str
 
 
-NAMES = Names(("embed_tokens.weight",), ("norm.weight",), "rms_norm_eps")
+NAMES = Names(("embed_tokens.weight",), ("norm.weight", "final_layernorm.weight"), "rms_norm_eps")
 # The second name is that of checkpoints which mamba_ssm wrote.
 MAMBA_NAMES = Names(("embeddings.weight", "embedding.weight"), ("norm_f.weight",), "layer_norm_epsilon")
 
@@ -78,9 +78,11 @@ class Ends:
                 tensors |= {name: file.get_tensor(name).astype(np.float32) for name in names}
         stored = MAMBA_NAMES if is_mamba else NAMES
         self.embedding = find(tensors, stored.embedding, directory)  # [vocabulary, hidden]
-        # [hidden]; but for Mamba2 the checkpoint stores the distance from 1
-        self.norm = find(tensors, stored.norm, directory) + (0.0 if is_mamba else 1.0)
+        # [hidden]; the checkpoints of Qwen store the distance from 1
+        is_qwen = str(config.get("model_type")).startswith("qwen")
+        self.norm = find(tensors, stored.norm, directory) + (1.0 if is_qwen else 0.0)
         self.head = tensors.get("lm_head.weight", self.embedding)  # [vocabulary, hidden]; absent when tied
+        self.embedding = self.embedding * config.get("embedding_multiplier", 1.0)
         self.epsilon: float = config[stored.epsilon]
         self.num_layers: int = config["num_hidden_layers"]
         self.streams: int = config.get("hc_mult") or 0  # residual streams, 0 for one plain residual

@@ -154,6 +154,24 @@ def _write_checkpoint(
             "mamba_chunk_size": 32,
         }
         made = transformers.BambaConfig(**config | overrides)
+    elif model_type == "granitemoehybrid":
+        config |= {
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "mamba_n_heads": value_heads,
+            "mamba_d_head": 2 * hidden // value_heads,
+            "mamba_d_state": head_dim,
+            "mamba_n_groups": key_heads,
+            "mamba_chunk_size": 32,
+            "num_local_experts": 0,
+            "intermediate_size": 32,
+            "shared_intermediate_size": intermediate,
+        }
+        made = transformers.GraniteMoeHybridConfig(**config | overrides)
+    elif model_type == "olmo_hybrid":
+        tokens = {"pad_token_id": None, "eos_token_id": None}  # its own are beyond a small vocabulary
+        made = transformers.OlmoHybridConfig(**config | linear | tokens | overrides)
     elif model_type == "nemotron_h":
         config |= nemotron | {"n_groups": key_heads, "ssm_state_size": head_dim}
         made = transformers.NemotronHConfig(**config | overrides)
@@ -171,6 +189,8 @@ def _write_checkpoint(
     classes = {
         "mamba2": "Mamba2ForCausalLM",
         "bamba": "BambaForCausalLM",
+        "olmo_hybrid": "OlmoHybridForCausalLM",
+        "granitemoehybrid": "GraniteMoeHybridForCausalLM",
         "nemotron_h": "NemotronHForCausalLM",
         "qwen3_next": "Qwen3NextForCausalLM",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
@@ -180,8 +200,8 @@ def _write_checkpoint(
     }
     model: Any = getattr(transformers, classes[model_type])(made)
     # The vectors that multiply as they are; other norms have the distance from 1.
-    is_mamba = model_type in ("mamba2", "nemotron_h", "bamba")
-    around_one = ("norm.weight", "norm_f.weight", ".D") if is_mamba else ("linear_attn.norm.weight",)
+    is_qwen = model_type.startswith("qwen")
+    around_one = ("linear_attn.norm.weight",) if is_qwen else ("norm.weight", "norm_f.weight", ".D")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():

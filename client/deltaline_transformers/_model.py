@@ -37,6 +37,7 @@ class DeltalineForCausalLM(PreTrainedModel, GenerationMixin):
         self.generation_config = ends.generation_config
         self.ends = ends
         self._servers = servers
+        self._embedding_multiplier: float = getattr(config, "embedding_multiplier", 1.0)
 
     @classmethod
     def from_pretrained(
@@ -53,6 +54,8 @@ class DeltalineForCausalLM(PreTrainedModel, GenerationMixin):
         text = config.get_text_config(decoder=True)
         without_layers = copy.deepcopy(text)
         without_layers.num_hidden_layers = 0
+        if hasattr(text, "embedding_multiplier"):  # of what goes into the layers, which is not what the ends are given
+            without_layers.embedding_multiplier = 1.0
         without_layers.tie_word_embeddings |= config.tie_word_embeddings  # which may stand beside text_config alone
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # its report would have a line for every tensor of the layers
@@ -97,7 +100,7 @@ class DeltalineForCausalLM(PreTrainedModel, GenerationMixin):
             if attention_mask.shape != (expected := (len(hidden), past + hidden.shape[1])):
                 raise ValueError(f"attention_mask: expected shape {expected}, got {tuple(attention_mask.shape)}")
             real = attention_mask[:, past:].bool().cpu()
-        made = cache.step(hidden.cpu(), real, logits_to_keep).to(hidden.device)
+        made = cache.step((hidden * self._embedding_multiplier).cpu(), real, logits_to_keep).to(hidden.device)
         if input_ids is not None:
             cache.end_rows(input_ids[:, -1])
         # Each token by itself: the ends know no positions.

@@ -33,6 +33,9 @@ MakeServer = Callable[..., Server]
 VOCABULARY, PAD = 64, 0
 TINY: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden": HIDDEN, "intermediate": 96, "head_dim": 16, "layers": 2}
 HYBRID = TINY | {"layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": 4096}
+OLMO = {"rope_parameters": {"rope_theta": None}}
+BAMBA = {"attn_layer_indices": [1]}
+GRANITE = {"layer_types": ["mamba", "attention"], "embedding_multiplier": 3.0, "logits_scaling": 4.0}
 
 
 class Checkpoint(NamedTuple):
@@ -107,6 +110,10 @@ def greedy(model: Any, tokens: Any, count: int, **options: Any) -> Any:
         ("qwen3_5_moe_text", HYBRID),
         ("qwen3_5_moe", TINY),
         ("mamba2", TINY | {"tie_word_embeddings": True}),
+        ("bamba", TINY | BAMBA),
+        ("olmo_hybrid", HYBRID | OLMO),
+        ("granitemoehybrid", TINY | GRANITE),
+        ("granitemoehybrid", TINY | GRANITE | {"num_local_experts": 4}),
     ],
 )
 @pytest.mark.parametrize(
@@ -134,6 +141,28 @@ def test_logits_are_those_of_the_whole_model(
         assert logits.dtype == torch.float32 and (logits - whole(tokens, use_cache=False).logits).abs().max() < 1e-4
         assert all(layer not in name for name, _ in model.named_parameters() for layer in (".layers.", "visual"))
         assert model.config.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [("bamba", BAMBA), ("olmo_hybrid", HYBRID | OLMO), ("granitemoehybrid", GRANITE | {"num_local_experts": 4})],
+)
+def test_families_generate_as_transformers_does_plain_and_with_drafts(
+    make_server: MakeServer,
+    tmp_path: Path,
+    write_checkpoint: Callable[..., Any],
+    model_type: str,
+    options: dict[str, Any],
+) -> None:
+    directory = tmp_path / "model"
+    whole, tokens = write_checkpoint(directory, model_type, **TINY | options), prompts(1)
+    with (
+        addresses(make_server, directory, {}) as servers,
+        DeltalineForCausalLM.from_pretrained(directory, servers=servers) as model,
+    ):
+        expected = greedy(whole, tokens, 24)
+        assert torch.equal(greedy(model, tokens, 24), expected)
+        assert torch.equal(greedy(model, tokens, 24, prompt_lookup_num_tokens=4), expected)
 
 
 def test_a_head_that_is_tied_beside_the_text_config_is_the_embedding(

@@ -20,7 +20,8 @@ from deltaline_server.models.model import Model, ModelOptions, load_model
 TOLERANCE = 1e-4
 MIXERS = ("mixer", "mamba", "linear_attn", "self_attn")
 MAX_DRAFT, PAGE_SIZE = 4, 16
-MAMBA = ("mamba2", "nemotron_h", "bamba")
+MAMBA = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid")
+WITHOUT_POSITIONS = ("mamba2", "nemotron_h")
 
 
 @dataclass
@@ -48,24 +49,28 @@ class Oracle:
         """
         cache = self.cache() if cache is None else cache
         x, base, config = hidden[None], self.model.base_model, self.model.config
+        at = torch.arange(position, position + len(hidden))[None]
         if config.model_type in MAMBA:
             takes_cache = "cache_params" if config.model_type == "mamba2" else "past_key_values"
             arguments = {"cache_params" if hasattr(config, "hc_mult") else takes_cache: cache}
         else:
-            at = torch.arange(position, position + len(hidden))
-            at = at[None] if config.model_type == "qwen3_next" else at.expand(3, 1, -1)
-            arguments = {"past_key_values": cache, "position_embeddings": base.rotary_emb(x.flatten(2), at)}
+            arguments = {"past_key_values": cache}
+        rotary = getattr(base, "rotary_emb", None)
+        if config.model_type not in WITHOUT_POSITIONS:
+            at = at.expand(3, 1, -1) if config.model_type.startswith("qwen3_5") else at
+            arguments["position_embeddings"] = None if rotary is None else rotary(x.flatten(2), at)
         mask = torch.full((len(hidden), position + len(hidden)), float("-inf")).triu(position + 1)[None, None]
         for i in layers:
             layer = base.layers[i]
-            mixer = next(getattr(layer, name) for name in MIXERS if hasattr(layer, name))
-            is_attention = hasattr(layer, "self_attn")
+            mixer = next(getattr(layer, name) for name in MIXERS if getattr(layer, name, None) is not None)
+            is_attention = getattr(layer, "self_attn", None) is not None
             if scope is Scope.BLOCK:
-                masks = {} if config.model_type in MAMBA else {"attention_mask": mask if is_attention else None}
+                has_mask = is_attention or config.model_type not in MAMBA
+                masks = {"attention_mask": mask if is_attention else None} if has_mask else {}
                 made = layer(x, **arguments, **masks)
                 x = made[0] if isinstance(made, tuple) else made
             elif is_attention:
-                x = mixer(x, arguments["position_embeddings"], mask, cache)[0]
+                x = mixer(x, attention_mask=mask, **arguments)[0]
             else:
                 x = mixer(x, cache_params=cache)
         return x[0]

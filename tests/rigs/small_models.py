@@ -44,3 +44,37 @@ EXPERTS = HYBRID | {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+# Attention without a gate, norms of heads or a size of them.
+BAMBA: dict[str, Any] = {
+    "model_type": "bamba",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "attn_layer_indices": [1],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1000,
+    "rms_norm_eps": 1e-5,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+}
+GRANITE = BAMBA | {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention"],
+    "intermediate_size": 32,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "residual_multiplier": 0.25,
+    "attention_multiplier": 0.125,
+}
+# Attention without rotary embeddings, whose norms are over all heads and behind branches.
+OLMO = GATED_DELTA_NET | {
+    "model_type": "olmo_hybrid",
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    "max_position_embeddings": 1000,
+}

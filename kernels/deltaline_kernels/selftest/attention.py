@@ -44,17 +44,21 @@ def compare_attention(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compar
     order = torch.randperm(num_rows * max_pages, generator=torch.Generator().manual_seed(0)) + 1
     table = torch.zeros(num_rows + 1, max_pages, dtype=torch.int32, device=device)
     table[1:] = order.view(num_rows, max_pages).to(device, torch.int32)
-    projected = fill(num_tokens, 2 * (num_heads + num_kv_heads) * head_dim).to(dtype)
-    q, k, v = projected.split([2 * num_heads * head_dim, *[num_kv_heads * head_dim] * 2], dim=-1)
-    q, gate = q.unflatten(-1, (num_heads, 2 * head_dim)).chunk(2, dim=-1)
+    query_dim, gate = 2 * head_dim if shapes.is_gated else head_dim, None
+    projected = fill(num_tokens, num_heads * query_dim + 2 * num_kv_heads * head_dim).to(dtype)
+    q, k, v = projected.split([num_heads * query_dim, *[num_kv_heads * head_dim] * 2], dim=-1)
+    q = q.unflatten(-1, (num_heads, query_dim))
+    if shapes.is_gated:
+        q, gate = q.chunk(2, dim=-1)
     k, v = (part.unflatten(-1, (num_kv_heads, head_dim)) for part in (k, v))
     angles = fill(longest, rotary_dim // 2)
     rotary = torch.cat((angles.cos(), angles.sin()), dim=-1)
     size = num_rows * max_pages + 1, page_size, num_kv_heads, head_dim
-    pages, norms = (fill(*size).to(dtype), fill(*size).to(dtype)), (fill(head_dim), fill(head_dim))
+    pages = fill(*size).to(dtype), fill(*size).to(dtype)
+    q_norm, k_norm = (fill(head_dim) if shapes.norms_heads else None for _ in range(2))
     want_pages = pages[0].clone(), pages[1].clone()
-    got = rotate_and_store(q, k, v, *norms, 1e-6, rotary, *pages, table, rows)
-    want = rotate_and_store_reference(q, k, v, *norms, 1e-6, rotary, *want_pages, table, rows)
+    got = rotate_and_store(q, k, v, q_norm, k_norm, 1e-6, rotary, *pages, table, rows)
+    want = rotate_and_store_reference(q, k, v, q_norm, k_norm, 1e-6, rotary, *want_pages, table, rows)
     yield "rotary", [got, *pages], [want, *want_pages]
 
     modifiers = Modifiers(mask=find_modifier("causal")(), device=device)

@@ -65,6 +65,9 @@ def run_selftest(
     has_conv_bias: bool = False,
     rotary_dim: int = 16,
     page_size: int = 64,
+    is_gated: bool = True,
+    norms_heads: bool = True,
+    raw_gates: bool = False,
     streams: int = 0,
     hidden: int = 64,
     router: Router | None = None,
@@ -83,6 +86,8 @@ def run_selftest(
         dt_limit: least and greatest time step of a Mamba2 layer.
         has_conv_bias: whether the convolution of a Mamba2 layer has a bias.
         rotary_dim, page_size: of attention alone.
+        is_gated, norms_heads: whether its outputs have a gate, and whether heads of queries and keys are normalised.
+        raw_gates: whether the gated delta rule is given decays and strengths themselves, strengths of up to 2.
         streams: residual streams of `hidden` channels; 0: the model mixes none.
         router: how tokens of `hidden` channels choose among `num_experts` experts of `expert_dim` channels, the shared
             ones not counted; None: the model has no experts.
@@ -106,6 +111,9 @@ def run_selftest(
         has_conv_bias,
         rotary_dim,
         page_size,
+        is_gated,
+        norms_heads,
+        raw_gates,
     )
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
     # On the device: numbers for a long row take a CPU longer than all the rest.
@@ -238,9 +246,11 @@ def _compare_recurrence(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Comp
     if shapes.is_mamba:
         # B and C of moderate length: products of 128 large numbers would hide what is added to them.
         x[:, values:] *= heads.scale**0.5
-        inputs = (x, a, fill(num_heads), fill(num_heads), fill(num_heads))
+        inputs: tuple[Tensor | None, ...] = (x, a, fill(num_heads), fill(num_heads), fill(num_heads))
     else:
         inputs = (x, a, b, fill(num_heads), fill(num_heads))
+        if shapes.raw_gates:
+            inputs = (x, -a.float().abs(), 2.0 * b.float().sigmoid(), None, None)
     state = fill(num_lines, num_heads, heads.value_dim, heads.key_dim).to(shapes.state_dtype)
     # Drafts as a VERIFY writes them: unit keys, updates, gates below 0.
     drafts = fill(num_lines, 2, shapes.max_draft, heads.record).mul_(heads.scale)

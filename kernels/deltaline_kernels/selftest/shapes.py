@@ -35,6 +35,9 @@ class Shapes:
     has_conv_bias: bool
     rotary_dim: int
     page_size: int
+    is_gated: bool = True
+    norms_heads: bool = True
+    raw_gates: bool = False
 
     @property
     def is_mamba(self) -> bool:

@@ -16,6 +16,8 @@ from deltaline_server.errors import shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# How a file that is never read becomes one that is: by who trusts it, elsewhere.
+CONVERT = "convert it with torch.load(path, weights_only=True) and safetensors.torch.save_file"
 MAX_INDEX_BYTES = 256 << 20
 MAX_HEADER_BYTES = 64 << 20
 MAX_TENSORS = 1_000_000
@@ -65,7 +67,8 @@ class Checkpoint:
             self._files = _read_index(directory / INDEX_FILE)
         else:
             others = sorted(path.name for path in directory.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
-            but = f"; {', '.join(others[:3])} can run code when it is loaded and is never read" if others else ""
+            why = "can run code when it is loaded and is never read"
+            but = f"; {', '.join(others[:3])} {why}: {CONVERT}" if others else ""
             raise ModelError(f"--model: expected {SINGLE_FILE} or {INDEX_FILE} in the directory, found neither{but}")
 
     @property

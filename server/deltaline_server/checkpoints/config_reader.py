@@ -72,6 +72,10 @@ class ConfigReader:
         """The value, None where it is absent."""
         return self._values.get(key)
 
+    def says(self, key: str) -> bool:
+        """Whether the key is there, be it null."""
+        return key in self._values
+
     def spelling(self, *keys: str) -> str:
         """The first of several spellings of a key that has a value, else the last."""
         return next((key for key in keys if self.get(key) is not None), keys[-1])
@@ -108,6 +112,14 @@ class ConfigReader:
         if not isinstance(value, bool):
             raise self.fail(key, "true or false")
         return value
+
+    def choice(self, key: str, *known: str | None) -> str | None:
+        """One of these values; the first where the key is absent."""
+        value = self._values.get(key, known[0])
+        for one in known:
+            if value == one:
+                return one
+        raise self.fail(key, " or ".join(map(repr, known)))
 
     def require(self, key: str, expected: str, default: str) -> None:
         if self._values.get(key, default) != expected:

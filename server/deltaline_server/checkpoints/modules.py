@@ -13,7 +13,6 @@ from torch import Tensor
 
 from deltaline_server.checkpoints.config_reader import ModelError
 
-MLP = "mlp."
 ALL = slice(None)
 
 
@@ -93,10 +92,22 @@ def whole_sections(sections: Sequence[int], read: Callable[[slice], Tensor], pla
     return torch.cat([read(rows) for rows in slices])
 
 
-def mlp_modules(name: str, hidden: int, inner: int) -> tuple[Module, ...]:
-    """Return the modules of a dense MLP, whose names begin with `name`. The rows of gate_up are gate | up."""
-    return (
-        Module(name + "gate_proj", Packed.GATE_UP, inner, hidden, (inner,)),
-        Module(name + "up_proj", Packed.GATE_UP, inner, hidden, (inner,)),
-        Module(name + "down_proj", Packed.DOWN, hidden, inner, (hidden,), shares_columns=True),
-    )
+@dataclass(frozen=True)
+class MlpNames:
+    """How a family stores an MLP. name: what stands before its modules' names. gate_up: the module, or the two modules,
+    of gate and up; down: the one that projects back."""
+
+    name: str = "mlp."
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+
+
+MLP = MlpNames()
+
+
+def mlp_modules(names: MlpNames, hidden: int, inner: int) -> tuple[Module, ...]:
+    """Return the modules of a dense MLP, the last of which projects back. The rows of gate_up are gate | up."""
+    sections = (inner,) * (2 // len(names.gate_up))
+    gate_up = (Module(names.name + one, Packed.GATE_UP, sum(sections), hidden, sections) for one in names.gate_up)
+    down = Module(names.name + names.down, Packed.DOWN, hidden, inner, (hidden,), shares_columns=True)
+    return *gate_up, down

@@ -1,4 +1,4 @@
-"""The gated attention family: what a checkpoint holds for such a mixer, and its computation."""
+"""The attention family: what a checkpoint holds for such a mixer, and its computation."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from deltaline_kernels import AdapterTiles, LoraWeights, Modifiers, Rows, find_m
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed
 from deltaline_server.layers.kv_cache import KvState
+from deltaline_server.layers.norm import rms_norm
 from deltaline_server.layers.projection import load_projection
-from deltaline_server.layers.shapes import AttentionShape
-
-NAME = "self_attn."
+from deltaline_server.layers.shapes import AttentionShape, QkNorm
 
 
 class Attention:
-    """A gated attention mixer, one rank's share of its heads: project, norm and rotate, store keys and values, attend,
-    gate, project back.
+    """An attention mixer, one rank's share of its heads: project, norm and rotate, store keys and values, attend, gate,
+    project back.
 
-    With shared heads its output is one rank's summand. The rows of in_proj are q and gate, head by head, then k | v.
-    q_norm, k_norm `[D]` are fp32, as 1 + w; the others have the model's dtype.
+    With shared heads its output is one rank's summand. The rows of in_proj are q, with a gate q and gate head by head,
+    then k | v. q_norm, k_norm `[D]`, or `[HQ * D]` and `[HKV * D]`, are fp32, None where there are none; the others
+    have the model's dtype.
     """
 
     def __init__(
@@ -32,57 +32,76 @@ class Attention:
         """Load it. rotary: as `rotary_table` gives it. Raises ModelError if its heads can't be shared out."""
         shape = family.shape.shard(reader.placement.world_size)
         self._in_proj = load_projection(reader, Packed.IN_PROJ, adapters, has_bias=shape.has_bias)
-        self._q_norm = 1 + reader.vector(NAME + "q_norm.weight")
-        self._k_norm = 1 + reader.vector(NAME + "k_norm.weight")
+        self._q_norm, self._k_norm = (
+            None if shape.qk_norm is QkNorm.NONE else family.norm_offset + reader.vector(family.name + name)
+            for name in ("q_norm.weight", "k_norm.weight")
+        )
         self._out_proj = load_projection(reader, Packed.OUT_PROJ, adapters, has_bias=shape.has_bias)
         self._rotary, self._eps = rotary, family.eps
         self._modifiers = Modifiers(mask=find_modifier("causal")(), device=rotary.device)
-        self._head_dim = shape.head_dim
-        self._sections = (2 * shape.query_channels, shape.key_channels, shape.key_channels)
+        self._shape = shape
+        self._heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        self._sections = (family.query_rows(shape), shape.key_channels, shape.key_channels)
 
     def forward(self, hidden: Tensor, rows: Rows, state: KvState, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the pages of the write lines of `state`."""
+        shape, gate = self._shape, None
         q, k, v = self._in_proj(hidden, tiles).split(self._sections, dim=-1)
-        q, gate = q.unflatten(-1, (-1, 2 * self._head_dim)).chunk(2, dim=-1)
-        k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in (k, v))
+        norms = self._q_norm, self._k_norm
+        if shape.qk_norm is QkNorm.WHOLE:
+            assert norms[0] is not None and norms[1] is not None
+            q, k = rms_norm(q, norms[0], self._eps), rms_norm(k, norms[1], self._eps)
+            norms = None, None
+        q, k, v = (part.unflatten(-1, (heads, -1)) for part, heads in zip((q, k, v), self._heads, strict=True))
+        if shape.is_gated:
+            q, gate = q.chunk(2, dim=-1)
         pages = state.k_pages, state.v_pages, state.page_table
-        q = rotate_and_store(q, k, v, self._q_norm, self._k_norm, self._eps, self._rotary, *pages, rows)
-        o = flex_decode(q, *pages, rows, modifiers=self._modifiers, gate=gate)
+        q = rotate_and_store(q, k, v, *norms, self._eps, self._rotary, *pages, rows)
+        o = flex_decode(q, *pages, rows, modifiers=self._modifiers, scale=shape.scale, gate=gate)
         assert isinstance(o, Tensor)
         return self._out_proj(o.flatten(1), tiles)
 
 
 @dataclass(frozen=True)
 class AttentionFamily:
-    """The gated attention mixers of a model: one shape, the whole layer's."""
+    """The attention mixers of a model: one shape, the whole layer's.
+
+    name: what stands before the names of tensors. norm_offset: what is added to the weights of norms.
+    """
 
     shape: AttentionShape
     hidden_size: int
     eps: float
+    name: str
+    norm_offset: int
     _rotary: dict[torch.device, Tensor] = field(default_factory=dict)
     """The table of each device, which the layers share."""
 
     @property
     def modules(self) -> tuple[Module, ...]:
-        """The linear modules of a mixer. The rows of in_proj are q and gate, head by head, then k | v."""
-        shape, hidden = self.shape, self.hidden_size
-        return (
-            Module(NAME + "q_proj", Packed.IN_PROJ, 2 * shape.query_channels, hidden, (2 * shape.query_channels,)),
-            Module(NAME + "k_proj", Packed.IN_PROJ, shape.key_channels, hidden, (shape.key_channels,)),
-            Module(NAME + "v_proj", Packed.IN_PROJ, shape.key_channels, hidden, (shape.key_channels,)),
-            Module(NAME + "o_proj", Packed.OUT_PROJ, hidden, shape.query_channels, (hidden,), shares_columns=True),
-        )
+        """The linear modules of a mixer, those of in_proj in the order of its rows."""
+        shape, hidden, name = self.shape, self.hidden_size, self.name
+        rows = {"q_proj": self.query_rows(shape), "k_proj": shape.key_channels, "v_proj": shape.key_channels}
+        inputs = (Module(name + part, Packed.IN_PROJ, size, hidden, (size,)) for part, size in rows.items())
+        out = Module(name + "o_proj", Packed.OUT_PROJ, hidden, shape.query_channels, (hidden,), shares_columns=True)
+        return *inputs, out
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of a mixer's other tensors, as they are stored."""
-        tensors: dict[str, tuple[int, ...]] = {
-            NAME + "q_norm.weight": (self.shape.head_dim,),
-            NAME + "k_norm.weight": (self.shape.head_dim,),
-        }
-        if self.shape.has_bias:
+        shape, tensors = self.shape, dict[str, tuple[int, ...]]()
+        if shape.qk_norm is not QkNorm.NONE:
+            is_whole = shape.qk_norm is QkNorm.WHOLE
+            tensors[self.name + "q_norm.weight"] = (shape.query_channels if is_whole else shape.head_dim,)
+            tensors[self.name + "k_norm.weight"] = (shape.key_channels if is_whole else shape.head_dim,)
+        if shape.has_bias:
             tensors |= {f"{module.name}.bias": (module.rows,) for module in self.modules}
         return tensors
+
+    @staticmethod
+    def query_rows(shape: AttentionShape) -> int:
+        """Rows of in_proj that are queries, and their gates where there are any."""
+        return shape.query_channels * (2 if shape.is_gated else 1)
 
     def mixer(self, reader: LayerReader, adapters: Mapping[Packed, LoraWeights]) -> Attention:
         """Load a mixer with the device's memory of these adapters."""
@@ -94,8 +113,11 @@ class AttentionFamily:
 def rotary_table(shape: AttentionShape) -> Tensor:
     """Return what each position is rotated by, fp32 `[max_positions, R]`: cos of R/2 angles | sin of R/2 angles.
 
-    As transformers computes them (compute_default_rope_parameters), whose wavelengths are theta ** (2 i / R).
+    As transformers computes them (compute_default_rope_parameters), whose wavelengths are theta ** (2 i / R). Where
+    nothing is rotated, two channels are by an angle of 0.
     """
+    if shape.rotary_dim == 0:
+        return torch.tensor([[1.0, 0.0]]).repeat(shape.max_positions, 1)
     exponents = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float32) / shape.rotary_dim
     angles = torch.outer(torch.arange(shape.max_positions, dtype=torch.float32), 1.0 / shape.rope_theta**exponents)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)

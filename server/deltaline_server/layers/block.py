@@ -18,8 +18,9 @@ from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, LoraWeights, Rows
 from deltaline_server.checkpoints.layer_reader import LayerReader
-from deltaline_server.checkpoints.modules import MLP, Module, Packed, mlp_modules
-from deltaline_server.layers.experts import Experts, expert_tensors
+from deltaline_server.checkpoints.modules import MLP, MlpNames, Module, Packed, mlp_modules
+from deltaline_server.layers.experts import EXPERTS, ExpertNames, Experts, expert_tensors
+from deltaline_server.layers.norm import rms_norm
 from deltaline_server.layers.projection import load_projection
 from deltaline_server.layers.shapes import ExpertsShape
 
@@ -35,14 +36,24 @@ class Layer(Protocol):
 
 
 class Residual:
-    """A residual branch: hidden + inner(norm(hidden)).
+    """A residual branch: hidden + scale * inner(norm(hidden)), or hidden + scale * norm(inner(hidden)) if norms_output.
 
     The sum is fp32 if `in_fp32`, else in the dtype of what came; inner computes in `dtype`.
     """
 
-    def __init__(self, inner: Layer, norm: Tensor, eps: float, dtype: torch.dtype, *, in_fp32: bool = False) -> None:
+    def __init__(
+        self,
+        inner: Layer,
+        norm: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        in_fp32: bool = False,
+        scale: float = 1.0,
+        norms_output: bool = False,
+    ) -> None:
         """norm: `[hidden]` fp32, what a normalised row is multiplied by."""
-        self.inner = inner
+        self.inner, self.scale, self.norms_output = inner, scale, norms_output
         self.norm, self.eps, self.dtype, self.in_fp32 = norm, eps, dtype, in_fp32
 
     @property
@@ -52,18 +63,22 @@ class Residual:
 
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
-        normed = rms_norm(hidden.to(self.dtype), self.norm, self.eps)
-        residual = hidden.float() if self.in_fp32 else hidden
-        return residual + self.inner.forward(normed, rows, state, tiles)
+        residual, made = hidden.float() if self.in_fp32 else hidden, hidden.to(self.dtype)
+        if not self.norms_output:
+            made = rms_norm(made, self.norm, self.eps)
+        made = self.inner.forward(made, rows, state, tiles)
+        if self.norms_output:
+            made = rms_norm(made, self.norm, self.eps)
+        return residual.add(made, alpha=self.scale)
 
 
 class Mlp:
     """A SwiGLU MLP. With shared columns its output is one rank's summand."""
 
-    def __init__(self, reader: LayerReader, adapters: Mapping[Packed, LoraWeights]) -> None:
+    def __init__(self, reader: LayerReader, adapters: Mapping[Packed, LoraWeights], *, has_bias: bool) -> None:
         """Load it. The rows of gate_up are gate | up."""
-        self.gate_up = load_projection(reader, Packed.GATE_UP, adapters)
-        self.down = load_projection(reader, Packed.DOWN, adapters)
+        self.gate_up = load_projection(reader, Packed.GATE_UP, adapters, has_bias=has_bias)
+        self.down = load_projection(reader, Packed.DOWN, adapters, has_bias=has_bias)
 
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; it has no state."""
@@ -91,13 +106,15 @@ class Block:
 class BlockNames:
     """How a family stores what is around its mixers: names without the prefix and the layer's number.
 
-    norms: what stands before the weight of each norm. norm_offset: what is added to it. mlp: what stands before the
-    names of an MLP.
+    norms: what stands before the weight of each norm. norm_offset: what is added to it. norms_outputs: whether they are
+    behind what they belong to. mlp: of dense MLPs. experts: of mixtures of them.
     """
 
     norms: tuple[str, ...]
     norm_offset: int
-    mlp: str = MLP
+    mlp: MlpNames = MLP
+    experts: ExpertNames = EXPERTS
+    norms_outputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +122,7 @@ class Blocks:
     """The blocks of a model: a branch for each norm, the first around the mixer, the second around an MLP or experts.
 
     intermediate_size: of the MLP. in_fp32: whether sums are kept in fp32. experts: None where there is an MLP.
+    has_mlp_bias: whether its projections have biases. scale: of what branches add.
     """
 
     stored: BlockNames
@@ -113,6 +131,8 @@ class Blocks:
     eps: float
     in_fp32: bool = False
     experts: ExpertsShape | None = None
+    has_mlp_bias: bool = False
+    scale: float = 1.0
 
     @property
     def num_branches(self) -> int:
@@ -122,7 +142,8 @@ class Blocks:
     @property
     def names(self) -> tuple[str, ...]:
         """The beginnings of all names of a block beside its mixer, whatever its MLP."""
-        return self.stored.norms if self.num_branches == 1 else (*self.stored.norms, self.stored.mlp)
+        stored = self.stored
+        return stored.norms if self.num_branches == 1 else (*stored.norms, stored.mlp.name, stored.experts.name)
 
     @property
     def modules(self) -> tuple[Module, ...]:
@@ -136,16 +157,18 @@ class Blocks:
         """Name -> shape of the other tensors beside the mixer's, as they are stored."""
         tensors: dict[str, tuple[int, ...]] = {f"{norm}weight": (self.hidden_size,) for norm in self.stored.norms}
         if self.experts is not None:
-            tensors |= expert_tensors(self.stored.mlp, self.hidden_size, self.experts)
+            tensors |= expert_tensors(self.stored.experts, self.hidden_size, self.experts)
+        elif self.has_mlp_bias:
+            tensors |= {f"{module.name}.bias": (module.rows,) for module in self.modules}
         return tensors
 
     def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Block | Residual:
         """Load a block around its mixer."""
         inner = [mixer]
         if self.experts is not None:
-            inner.append(Experts(reader, self.stored.mlp, self.hidden_size, self.experts))
+            inner.append(Experts(reader, self.stored.experts, self.hidden_size, self.experts))
         elif self.num_branches == 2:
-            inner.append(Mlp(reader, adapters))
+            inner.append(Mlp(reader, adapters, has_bias=self.has_mlp_bias))
         branches = [
             Residual(
                 layer,
@@ -153,12 +176,9 @@ class Blocks:
                 self.eps,
                 reader.placement.dtype,
                 in_fp32=self.in_fp32,
+                scale=self.scale,
+                norms_output=self.stored.norms_outputs,
             )
             for layer, norm in zip(inner, self.stored.norms, strict=True)
         ]
         return branches[0] if len(branches) == 1 else Block(*branches)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise each row of x `[T, D]` in fp32 and scale it by `weight` `[D]` fp32; rounded to x.dtype once."""
-    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,31 +13,65 @@ from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, Router, Rows, route_tokens, run_experts
 from deltaline_server.checkpoints.layer_reader import LayerReader
-from deltaline_server.checkpoints.modules import ALL, whole_sections
+from deltaline_server.checkpoints.modules import ALL, MlpNames, Module, mlp_modules, whole_sections
 from deltaline_server.layers.shapes import ExpertsShape
 
-GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
+SHARED_EXPERT = MlpNames("mlp.shared_expert.")
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """How a family stores a mixture of experts: what stands before its names, and names behind it.
+
+    router: of the gates of all experts. gate_up, down: of stacks of the experts' weights; in place of them there may be
+    modules of each expert, `experts.0.gate_proj` and so on. shared: of the expert that all tokens have, whole names;
+    shared_gate: of what weighs it, None where nothing does.
+    """
+
+    name: str = "mlp."
+    router: str = "gate.weight"
+    gate_up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    shared: MlpNames = SHARED_EXPERT
+    shared_gate: str | None = "shared_expert_gate.weight"
+
+    @property
+    def stacks(self) -> tuple[str, str]:
+        """The whole names of the stacks of gate and up, and of down."""
+        return self.name + self.gate_up, self.name + self.down
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The whole names of the gates, in the order of the router's logits."""
+        return tuple(self.name + gate for gate in (self.router, self.shared_gate) if gate is not None)
+
+    def of_expert(self, expert: int, part: str) -> str:
+        """The whole name of a weight of one expert: gate, up or down."""
+        return f"{self.name}experts.{expert}.{part}_proj.weight"
+
+
+EXPERTS = ExpertNames()
 
 
 class Experts:
     """A router, its experts and the one that all tokens have. With shared columns its output is one rank's summand.
 
     The shared expert is the last ones of the experts, of their size, its end filled up with zeros; the gate that weighs
-    it is the last row of the gates.
+    it, if one does, is the last row of the gates.
     """
 
-    def __init__(self, reader: LayerReader, name: str, hidden_size: int, shape: ExpertsShape) -> None:
-        """Load it. name: what stands before the names of its tensors. Raises ModelError if it can't be shared out."""
+    def __init__(self, reader: LayerReader, names: ExpertNames, hidden_size: int, shape: ExpertsShape) -> None:
+        """Load it. Raises ModelError if it can't be shared out."""
         place = reader.placement
         self._shape = shape.shard(place.world_size)
         self._router = router_of(self._shape)
         count, inner = shape.num_experts + shape.num_shared, self._shape.intermediate_size
-        gates = torch.cat([reader.read(f"{name}{gate}.weight") for gate in ("gate", "shared_expert_gate")])
+        gates = torch.cat([reader.read(gate) for gate in names.gates])
         self._gates = gates.to(place.device, place.dtype)
         self._gate_up = torch.zeros(count, 2 * inner, hidden_size, dtype=place.dtype, device=place.device)
         self._down = torch.zeros(count, hidden_size, inner, dtype=place.dtype, device=place.device)
-        self._load_experts(reader, name, shape)
-        self._load_shared(reader, f"{name}shared_expert.", shape)
+        self._load_experts(reader, names, shape)
+        self._load_shared(reader, mlp_modules(names.shared, hidden_size, shape.shared_size), shape)
 
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; it has no state. Tokens behind the rows have no experts."""
@@ -44,32 +79,30 @@ class Experts:
         weights, experts = route_tokens(logits, self._router, query_start_loc=rows.query_start_loc)
         return run_experts(hidden, self._gate_up, self._down, weights, experts)
 
-    def _load_experts(self, reader: LayerReader, name: str, shape: ExpertsShape) -> None:
+    def _load_experts(self, reader: LayerReader, names: ExpertNames, shape: ExpertsShape) -> None:
         """Load this rank's share of each; their files are read in the order in which they are stored."""
         place, inner = reader.placement, shape.intermediate_size
-        columns = place.share(inner)
-        if reader.is_stored(name + GATE_UP):
+        columns, (gate_ups, downs) = place.share(inner), names.stacks
+        if reader.is_stored(gate_ups):
             for i, expert in enumerate(self._gate_up[: shape.num_experts]):
-                read = partial(_of_stack, reader, name + GATE_UP, i)
+                read = partial(_of_stack, reader, gate_ups, i)
                 expert.copy_(whole_sections((inner, inner), read, place))
             for i, expert in enumerate(self._down[: shape.num_experts]):
-                expert.copy_(_of_stack(reader, name + DOWN, i, ALL)[:, columns])
+                expert.copy_(_of_stack(reader, downs, i, ALL)[:, columns])
             return
         for i in range(shape.num_experts):
             gate, up = self._gate_up[i].chunk(2)
-            gate.copy_(reader.read(f"{name}experts.{i}.gate_proj.weight", columns))
-            up.copy_(reader.read(f"{name}experts.{i}.up_proj.weight", columns))
-            self._down[i].copy_(reader.read(f"{name}experts.{i}.down_proj.weight", ALL, columns))
+            gate.copy_(reader.read(names.of_expert(i, "gate"), columns))
+            up.copy_(reader.read(names.of_expert(i, "up"), columns))
+            self._down[i].copy_(reader.read(names.of_expert(i, "down"), ALL, columns))
 
-    def _load_shared(self, reader: LayerReader, name: str, shape: ExpertsShape) -> None:
+    def _load_shared(self, reader: LayerReader, modules: Sequence[Module], shape: ExpertsShape) -> None:
         """Load this rank's share of the shared expert, cut into experts."""
         columns, size = reader.placement.share(shape.shared_size), self._shape.intermediate_size
-        parts = zip(
-            reader.read(f"{name}gate_proj.weight", columns).split(size),
-            reader.read(f"{name}up_proj.weight", columns).split(size),
-            reader.read(f"{name}down_proj.weight", ALL, columns).split(size, dim=1),
-            strict=True,
-        )
+        *gate_up, last = modules
+        whole_gate, whole_up = torch.cat([reader.weight(module) for module in gate_up]).chunk(2)
+        whole_down = reader.weight(last)[:, columns]
+        parts = zip(whole_gate.split(size), whole_up.split(size), whole_down.split(size, dim=1), strict=True)
         for i, (gate, up, down) in enumerate(parts, shape.num_experts):
             self._gate_up[i, : len(gate)] = gate
             self._gate_up[i, size : size + len(up)] = up
@@ -77,8 +110,9 @@ class Experts:
 
 
 def router_of(shape: ExpertsShape) -> Router:
-    """Return how the kernels choose a token's experts; the last logit is of the shared expert's gate."""
-    return Router(shape.top_k, normalize=shape.normalises, num_shared=shape.num_shared, shared_gate=True)
+    """Return how the kernels choose a token's experts; the last logit is of the shared expert's gate, if it has one."""
+    num_shared, has_gate = shape.num_shared, shape.has_shared_gate
+    return Router(shape.top_k, normalize=shape.normalises, num_shared=num_shared, shared_gate=has_gate)
 
 
 def expert_test_sizes(shape: ExpertsShape) -> dict[str, Any]:
@@ -86,33 +120,25 @@ def expert_test_sizes(shape: ExpertsShape) -> dict[str, Any]:
     return {"router": router_of(shape), "num_experts": shape.num_experts, "expert_dim": shape.intermediate_size}
 
 
-def expert_tensors(name: str, hidden_size: int, shape: ExpertsShape) -> dict[str, tuple[int, ...]]:
+def expert_tensors(names: ExpertNames, hidden_size: int, shape: ExpertsShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the tensors of a mixture of experts, those of all experts stacked."""
-    inner, shared = shape.intermediate_size, shape.shared_size
+    inner, (gate_ups, downs) = shape.intermediate_size, names.stacks
+    shared = mlp_modules(names.shared, hidden_size, shape.shared_size)
     return {
-        f"{name}gate.weight": (shape.num_experts, hidden_size),
-        f"{name}{GATE_UP}": (shape.num_experts, 2 * inner, hidden_size),
-        f"{name}{DOWN}": (shape.num_experts, hidden_size, inner),
-        f"{name}shared_expert.gate_proj.weight": (shared, hidden_size),
-        f"{name}shared_expert.up_proj.weight": (shared, hidden_size),
-        f"{name}shared_expert.down_proj.weight": (hidden_size, shared),
-        f"{name}shared_expert_gate.weight": (1, hidden_size),
+        **{gate: (rows, hidden_size) for gate, rows in zip(names.gates, (shape.num_experts, 1), strict=False)},
+        gate_ups: (shape.num_experts, 2 * inner, hidden_size),
+        downs: (shape.num_experts, hidden_size, inner),
+        **{f"{module.name}.weight": (module.rows, module.columns) for module in shared},
     }
 
 
-def one_by_one(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def one_by_one(tensors: Mapping[str, tuple[int, ...]], names: ExpertNames) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer where its experts are stored one by one, in place of stacks."""
-    single: dict[str, tuple[int, ...]] = {}
-    for name, shape in tensors.items():
-        stem = name.removesuffix("gate_up_proj").removesuffix("down_proj")
-        if name.endswith(GATE_UP):
-            inner, width = shape[1] // 2, shape[2]
-            for i in range(shape[0]):
-                single |= {f"{stem}{i}.{part}_proj.weight": (inner, width) for part in ("gate", "up")}
-        elif name.endswith(DOWN):
-            single |= {f"{stem}{i}.down_proj.weight": shape[1:] for i in range(shape[0])}
-        else:
-            single[name] = shape
+    single = dict(tensors)
+    for stack, parts in zip(names.stacks, (("gate", "up"), ("down",)), strict=True):
+        count, rows, columns = single.pop(stack, (0, 0, 0))
+        for i in range(count):
+            single |= {names.of_expert(i, part): (rows // len(parts), columns) for part in parts}
     return single
 
 

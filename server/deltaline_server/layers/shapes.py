@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from typing import Any, Self
 
 from deltaline_server.checkpoints.config_reader import ModelError
@@ -43,10 +44,6 @@ class RecurrentShape:
         """Values that a draft token is kept as: its key, its update, its gates."""
         return self.key_channels + self.value_channels + self.num_value_heads
 
-    def test_sizes(self) -> dict[str, Any]:
-        """The arguments of the kernels' self-test for a model with such mixers."""
-        return asdict(self)
-
     def _share(self, world_size: int, heads: str, **more: Any) -> Self:
         """One rank's share: whole key heads, which errors call `heads`, and their value heads; `more` is replaced too.
 
@@ -60,7 +57,14 @@ class RecurrentShape:
 
 @dataclass(frozen=True)
 class GatedDeltaNetShape(RecurrentShape):
-    """Sizes of a Gated DeltaNet mixer."""
+    """Sizes of a Gated DeltaNet mixer. doubles_updates: whether the strength of an update is twice a sigmoid."""
+
+    doubles_updates: bool = False
+
+    def test_sizes(self) -> dict[str, Any]:
+        """The arguments of the kernels' self-test for a model with such mixers."""
+        sizes = asdict(self)
+        return sizes | {"raw_gates": sizes.pop("doubles_updates")}
 
     def shard(self, world_size: int) -> Self:
         """Return one rank's share: whole key heads and their value heads. Raises ModelError if that can't be done."""
@@ -98,12 +102,23 @@ class Mamba2Shape(RecurrentShape):
         return share
 
 
+class QkNorm(StrEnum):
+    """What the queries of an attention mixer are normalised over, and its keys."""
+
+    NONE = "none"
+    HEAD = "head"
+    """Each head by itself, all with one weight."""
+    WHOLE = "whole"
+    """The channels of all heads."""
+
+
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes and constants of a gated attention mixer, of the whole layer or of one rank's share.
+    """Sizes and constants of an attention mixer, of the whole layer or of one rank's share.
 
-    rotary_dim: the first channels of a head, which are rotated; rope_theta: the base of their wavelengths.
-    max_positions: most tokens of a sequence. has_bias: whether all projections have one.
+    rotary_dim: the first channels of a head, which are rotated, 0 for none; rope_theta: the base of their wavelengths.
+    max_positions: most tokens of a sequence. has_bias: whether all projections have one. is_gated: whether the output
+    has a gate. scale: of the products of queries and keys, None for head_dim ** -0.5.
     """
 
     num_heads: int
@@ -113,16 +128,24 @@ class AttentionShape:
     rope_theta: float
     max_positions: int
     has_bias: bool = False
+    is_gated: bool = True
+    qk_norm: QkNorm = QkNorm.HEAD
+    scale: float | None = None
 
     @property
     def query_channels(self) -> int:
-        """Channels of all queries, HQ * D; the output gate has as many."""
+        """Channels of all queries, HQ * D; an output gate has as many."""
         return self.num_heads * self.head_dim
 
     @property
     def key_channels(self) -> int:
         """Channels of all keys, HKV * D; values have as many."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def table_channels(self) -> int:
+        """Values that the table of rotations has of a position: where none are rotated, those of a pair that stays."""
+        return max(2, self.rotary_dim)
 
     def test_sizes(self) -> dict[str, Any]:
         """The arguments of the kernels' self-test for a model with such mixers."""
@@ -132,13 +155,17 @@ class AttentionShape:
             "num_value_heads": self.num_heads,
             "key_dim": self.head_dim,
             "value_dim": self.head_dim,
-            "rotary_dim": self.rotary_dim,
+            "rotary_dim": self.table_channels,
+            "is_gated": self.is_gated,
+            "norms_heads": self.qk_norm is QkNorm.HEAD,
         }
 
     def shard(self, world_size: int) -> AttentionShape:
         """Return one rank's share: whole key heads and their query heads. Raises ModelError if that can't be done."""
         if self.num_kv_heads % world_size:
             raise ModelError(f"world_size: expected a divisor of {self.num_kv_heads} key-value heads, got {world_size}")
+        if self.qk_norm is QkNorm.WHOLE and world_size > 1:
+            raise ModelError(f"world_size: expected 1, as queries are normalised over all heads, got {world_size}")
         return replace(self, num_heads=self.num_heads // world_size, num_kv_heads=self.num_kv_heads // world_size)
 
 
@@ -151,8 +178,8 @@ class ExpertsShape:
     """Sizes of a mixture of experts, of the whole layer or of one rank's share.
 
     A token has `top_k` of `num_experts`, those of the largest softmax of its logits, and one more that all tokens have,
-    behind a gate. intermediate_size: of each expert; shared_size: of that one. normalises: whether the weights of a
-    token's experts are divided by their sum.
+    behind a gate if has_shared_gate. intermediate_size: of each expert; shared_size: of that one. normalises: whether
+    the weights of a token's experts are divided by their sum.
     """
 
     num_experts: int
@@ -160,6 +187,7 @@ class ExpertsShape:
     intermediate_size: int
     shared_size: int
     normalises: bool
+    has_shared_gate: bool = True
 
     @property
     def num_shared(self) -> int:
@@ -170,6 +198,6 @@ class ExpertsShape:
         """Return one rank's share of each expert's inner channels. Raises ModelError if that can't be done."""
         inner, shared = self.intermediate_size, self.shared_size
         if inner % world_size or shared % world_size:
-            expected = f"a divisor of moe_intermediate_size {inner} and shared_expert_intermediate_size {shared}"
+            expected = f"a divisor of {inner} channels of an expert and {shared} of the shared one"
             raise ModelError(f"world_size: expected {expected}, got {world_size}")
         return replace(self, intermediate_size=inner // world_size, shared_size=shared // world_size)

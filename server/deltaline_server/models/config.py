@@ -10,13 +10,24 @@ from typing import Any
 
 from deltaline_server.checkpoints.config_reader import ConfigReader, ModelError, read_json_object
 from deltaline_server.errors import shown
-from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, MixerShape
+from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, MixerShape, QkNorm
 from deltaline_server.layers.streams import StreamConfig, stream_config
-from deltaline_server.models.families import FAMILIES, Family
+from deltaline_server.models.families import FAMILIES, MAMBA_SSM, Family
 from deltaline_server.models.parts import MAX_SIZE, LayerConfig, MixerKind, MlpKind
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
+# What configs meant before these could say it: left out of what a state means, so that it is the same as then.
+BEFORE: dict[str, Any] = {
+    "experts": None,
+    "has_mlp_bias": False,
+    "residual_multiplier": 1.0,
+    "has_shared_gate": True,
+    "doubles_updates": False,
+    "is_gated": True,
+    "qk_norm": QkNorm.HEAD,
+    "scale": None,
+}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -34,11 +45,12 @@ class Scope(StrEnum):
 class ModelConfig:
     """A checkpoint's language model.
 
-    intermediate_size: of dense MLPs. dtype: the one that the checkpoint was written for, None where it names none.
+    intermediate_size: of dense MLPs; has_mlp_bias: whether they have biases. dtype: the one that the checkpoint was
+    written for, None where it names none.
     shapes: of its mixers, by kind; of a kind that can't be served there is none, and unserved may say why.
     residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer. streams: its hyper-connections,
     None where it has one plain residual. experts: of the layers that have them, None where
-    there are none or they can't be served.
+    there are none or they can't be served. residual_multiplier: of what a branch adds to the residual.
     """
 
     model_type: str
@@ -52,6 +64,8 @@ class ModelConfig:
     unserved: Mapping[MixerKind | MlpKind, str] = field(default_factory=dict)
     streams: StreamConfig | None = None
     experts: ExpertsShape | None = None
+    has_mlp_bias: bool = False
+    residual_multiplier: float = 1.0
 
     @property
     def family(self) -> Family:
@@ -67,10 +81,12 @@ class ModelConfig:
         """What of it decides what a state means, as JSON values: all but how long sequences may be, and words."""
         values = asdict(self)
         values.pop("unserved")
-        if self.experts is None:  # so that it is the same as before there were any
-            values.pop("experts")
         for shape in values["shapes"].values():
             shape.pop("max_positions", None)
+        for part in (values, values["experts"] or {}, *values["shapes"].values()):
+            for name, before in BEFORE.items():
+                if name in part and part[name] == before:
+                    del part[name]
         return values
 
     def with_context(self, max_context: int) -> ModelConfig:
@@ -101,7 +117,7 @@ class ModelConfig:
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Read the parsed config. Raises ModelError naming the key."""
-        model_type = raw.get("model_type")
+        model_type = raw.get("model_type", MAMBA_SSM if "ssm_cfg" in raw else None)
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise ModelError(f"model_type: expected one of {', '.join(FAMILIES)}, got {shown(model_type)}")
         if "quantization_config" in raw:
@@ -117,18 +133,25 @@ class ModelConfig:
                 experts = family.experts.read(config)
             except ModelError as error:
                 unserved[MlpKind.MIXTURE_OF_EXPERTS] = str(error)  # their mixers can be served all the same
+        streams, multiplier = stream_config(config), 1.0
+        if family.residual_multiplier is not None:
+            multiplier = config.positive(family.residual_multiplier, default=1.0)
+        if streams is not None and not family.takes_streams:
+            raise config.fail("hc_mult", f"none: {model_type} is served with one residual")
         return cls(
             model_type=model_type,
-            hidden_size=config.integer("hidden_size", 1, MAX_SIZE),
-            intermediate_size=config.integer("intermediate_size", 1, MAX_SIZE) if family.has_mlps else 0,
+            hidden_size=config.integer(family.hidden, 1, MAX_SIZE),
+            intermediate_size=config.integer(family.inner, 1, MAX_SIZE) if family.inner is not None else 0,
             rms_norm_eps=config.positive(family.eps, default=family.default_eps),
             dtype=_dtype(config, raw),
             shapes=shapes,
             layers=layers,
             residual_in_fp32=family.sums_in_fp32 and config.flag("residual_in_fp32", default=True),
             unserved=unserved,
-            streams=stream_config(config),
+            streams=streams,
             experts=experts,
+            has_mlp_bias=family.mlp_bias is not None and config.flag(family.mlp_bias, default=False),
+            residual_multiplier=multiplier,
         )
 
 

@@ -12,28 +12,36 @@ from deltaline_server.models.parts import MAX_SIZE
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """Experts behind a softmax router, and a shared one behind a gate.
+    """Experts behind a softmax router, and a shared one behind a gate if has_shared_gate.
 
-    num_experts, top_k: where a config says nothing. normalises: whether a token's weights are divided by their sum,
-    None where `norm_topk_prob` says it.
+    num_experts, top_k, inner, shared: where a config says nothing; None where it must. normalises: whether a token's
+    weights are divided by their sum, None where `norm_topk_prob` says it. count_key, inner_key, shared_key: the keys of
+    the number of experts, and of their sizes.
     """
 
     num_experts: int
     top_k: int
     normalises: bool | None = None
+    inner: int | None = 512
+    shared: int | None = 512
+    count_key: str = "num_experts"
+    inner_key: str = "moe_intermediate_size"
+    shared_key: str = "shared_expert_intermediate_size"
+    has_shared_gate: bool = True
 
     def read(self, config: ConfigReader) -> ExpertsShape:
         """Read their sizes. Raises ModelError naming the key."""
         config.require("hidden_act", "silu", default="silu")
-        num_experts = config.integer("num_experts", 1, MAX_EXPERTS, default=self.num_experts)
+        num_experts = config.integer(self.count_key, 1, MAX_EXPERTS, default=self.num_experts)
         shape = ExpertsShape(
             num_experts=num_experts,
             top_k=config.integer("num_experts_per_tok", 1, min(num_experts, MAX_TOP_K), default=self.top_k),
-            intermediate_size=config.integer("moe_intermediate_size", 1, MAX_SIZE, default=512),
-            shared_size=config.integer("shared_expert_intermediate_size", 1, MAX_SIZE, default=512),
+            intermediate_size=config.integer(self.inner_key, 1, MAX_SIZE, default=self.inner),
+            shared_size=config.integer(self.shared_key, 1, MAX_SIZE, default=self.shared),
             normalises=config.flag("norm_topk_prob", default=True) if self.normalises is None else self.normalises,
+            has_shared_gate=self.has_shared_gate,
         )
         if shape.num_shared > MAX_TOP_K:
-            expected = f"at most {MAX_TOP_K} times moe_intermediate_size ({shape.intermediate_size})"
-            raise config.fail("shared_expert_intermediate_size", expected)
+            expected = f"at most {MAX_TOP_K} times {self.inner_key} ({shape.intermediate_size})"
+            raise config.fail(self.shared_key, expected)
         return shape

@@ -6,20 +6,35 @@ A family of known parts is an entry here and a test of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from deltaline_server.checkpoints.config_reader import ConfigReader
+from deltaline_server.checkpoints.modules import MlpNames
 from deltaline_server.layers.block import BlockNames
+from deltaline_server.layers.experts import ExpertNames
+from deltaline_server.layers.gated_delta_net import DeltaLayout
+from deltaline_server.layers.shapes import QkNorm
 from deltaline_server.models.expert_keys import ExpertKeys
 from deltaline_server.models.layer_patterns import (
     dense_layers,
+    dense_or_expert_layers,
+    every_fourth_layers,
     expert_layers,
     indexed_layers,
     mamba2_layers,
+    mamba_ssm_layers,
     one_part_layers,
     sparse_layers,
 )
-from deltaline_server.models.mixer_keys import GatedAttentionKeys, GatedDeltaNetKeys, Mamba2Keys, MixerKeys
+from deltaline_server.models.mixer_keys import (
+    AttentionKeys,
+    GatedDeltaNetKeys,
+    Mamba2Keys,
+    MambaSsmKeys,
+    MixerKeys,
+    RotaryKeys,
+    has_rope_theta,
+)
 from deltaline_server.models.parts import LayerConfig, MixerKind
 
 
@@ -28,12 +43,16 @@ class Family:
     """What the checkpoints of a model type have in common.
 
     layers: reads which parts each layer has. mixers: by kind, how their configs are read; a kind that is not here is
-    not served yet. blocks: how what surrounds a mixer is stored, and what its norms multiply by. experts: how the
-    configs of layers with a mixture of them are read, None where they are not served yet.
+    not served yet. blocks: how what surrounds a mixer is stored, and what its norms multiply by; attention_blocks:
+    of attention, None for the same. experts: how the configs of layers with a mixture of them are read, None where
+    they are not served yet.
     text: the key that has the language model's config, "" where it is the config itself. beside: the beginnings of the
     names of modules that belong to no layer.
+    spellings: tensors of a layer that may be stored under other names, or in parts, row behind row.
     activation: the key that must say silu. eps, default_eps: the key of the norms' epsilon, and what it is where a
-    config does not say, None where it must. has_mlps: whether there is an intermediate_size. sums_in_fp32: whether
+    config does not say, None where it must. hidden: the key of the hidden size. inner: the key of the size of dense
+    MLPs, None where there are none. mlp_bias: the key of whether they have biases, None where they have none.
+    residual_multiplier: the key of what multiplies what branches add, None where nothing does. sums_in_fp32: whether
     residual_in_fp32 is asked.
     """
 
@@ -46,34 +65,72 @@ class Family:
     activation: str = "hidden_act"
     eps: str = "rms_norm_eps"
     default_eps: float | None = None
-    has_mlps: bool = True
+    hidden: str = "hidden_size"
+    inner: str | None = "intermediate_size"
+    residual_multiplier: str | None = None
+    mlp_bias: str | None = None
     sums_in_fp32: bool = False
+    attention_blocks: BlockNames | None = None
+    spellings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def blocks_of(self, mixer: MixerKind) -> BlockNames:
+        """How what surrounds mixers of a kind is stored."""
+        return self.attention_blocks or self.blocks if mixer is MixerKind.ATTENTION else self.blocks
+
+    @property
+    def takes_streams(self) -> bool:
+        """Whether residual streams may stand in place of the residual: branches are norm, mixer or MLP, sum."""
+        return self.residual_multiplier is None and not self.blocks_of(MixerKind.ATTENTION).norms_outputs
 
 
 _QWEN_BLOCKS = BlockNames(("input_layernorm.", "post_attention_layernorm."), norm_offset=1)
 _MAMBA_BLOCKS = BlockNames(("norm.",), norm_offset=0)
+_QWEN_ATTENTION = AttentionKeys(
+    heads=16,
+    kv_heads=4,
+    head_dim=256,
+    is_gated=True,
+    qk_norm=QkNorm.HEAD,
+    rotary=RotaryKeys(share=0.25, beside=True, within=True),
+)
 _QWEN3_5 = Family(
     layers=dense_layers,
     mixers={
         MixerKind.GATED_DELTA_NET: GatedDeltaNetKeys(),
-        MixerKind.ATTENTION: GatedAttentionKeys(num_kv_heads=4),
+        MixerKind.ATTENTION: _QWEN_ATTENTION,
     },
     blocks=_QWEN_BLOCKS,
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
     layers=expert_layers,
-    mixers={**_QWEN3_5.mixers, MixerKind.ATTENTION: GatedAttentionKeys(num_kv_heads=2)},
+    mixers={**_QWEN3_5.mixers, MixerKind.ATTENTION: replace(_QWEN_ATTENTION, kv_heads=2)},
     experts=ExpertKeys(num_experts=256, top_k=8, normalises=True),
-    has_mlps=False,
+    inner=None,
 )
+_BAMBA_MIXER = Mamba2Keys(
+    num_heads="mamba_n_heads",
+    head_dim="mamba_d_head",
+    state="mamba_d_state",
+    groups=("mamba_n_groups",),
+    conv_width=("mamba_d_conv",),
+    conv_bias=("mamba_conv_bias",),
+    bias="mamba_proj_bias",
+    name="mamba.",
+    default_groups=1,
+    default_state=256,
+    expand="mamba_expand",
+)
+_GRANITE_MLP = MlpNames("shared_mlp.", ("input_linear",), "output_linear")
 _VISION = ("model.visual.", "visual.")
+# What configs without a model_type are called here: those that mamba-ssm writes.
+MAMBA_SSM = "mamba_ssm"
 FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         layers=sparse_layers,
         mixers={
-            MixerKind.GATED_DELTA_NET: GatedDeltaNetKeys(is_interleaved=True),
-            MixerKind.ATTENTION: GatedAttentionKeys(num_kv_heads=2),
+            MixerKind.GATED_DELTA_NET: GatedDeltaNetKeys(layout=DeltaLayout.INTERLEAVED),
+            MixerKind.ATTENTION: replace(_QWEN_ATTENTION, kv_heads=2),
         },
         blocks=_QWEN_BLOCKS,
         experts=ExpertKeys(num_experts=512, top_k=10),
@@ -99,7 +156,17 @@ FAMILIES: dict[str, Family] = {
         blocks=_MAMBA_BLOCKS,
         eps="layer_norm_epsilon",
         default_eps=1e-5,
-        has_mlps=False,
+        inner=None,
+        sums_in_fp32=True,
+    ),
+    MAMBA_SSM: Family(
+        layers=mamba_ssm_layers,
+        mixers={MixerKind.MAMBA2: MambaSsmKeys()},
+        blocks=_MAMBA_BLOCKS,
+        hidden="d_model",
+        eps="norm_epsilon",
+        default_eps=1e-5,
+        inner=None,
         sums_in_fp32=True,
     ),
     "nemotron_h": Family(
@@ -127,20 +194,65 @@ FAMILIES: dict[str, Family] = {
     "bamba": Family(
         layers=indexed_layers,
         mixers={
-            MixerKind.MAMBA2: Mamba2Keys(
-                num_heads="mamba_n_heads",
-                head_dim="mamba_d_head",
-                state="mamba_d_state",
-                groups=("mamba_n_groups",),
-                conv_width=("mamba_d_conv",),
-                conv_bias=("mamba_conv_bias",),
-                bias="mamba_proj_bias",
-                name="mamba.",
-                default_groups=1,
-                default_state=256,
-                expand="mamba_expand",
-            )
+            MixerKind.MAMBA2: _BAMBA_MIXER,
+            MixerKind.ATTENTION: AttentionKeys(positions=262144, rotary=RotaryKeys(share=0.5, within=True)),
         },
-        blocks=BlockNames(("input_layernorm.", "pre_ff_layernorm."), norm_offset=0, mlp="feed_forward."),
+        blocks=BlockNames(("input_layernorm.", "pre_ff_layernorm."), norm_offset=0, mlp=MlpNames("feed_forward.")),
+        mlp_bias="mlp_bias",
+    ),
+    "granitemoehybrid": Family(
+        layers=dense_or_expert_layers,
+        mixers={
+            MixerKind.MAMBA2: _BAMBA_MIXER,
+            MixerKind.ATTENTION: AttentionKeys(
+                positions=2048,
+                rotates=lambda config: config.choice("position_embedding_type", None, "nope", "rope") == "rope",
+                scale="attention_multiplier",
+            ),
+        },
+        blocks=BlockNames(
+            ("input_layernorm.", "post_attention_layernorm."),
+            norm_offset=0,
+            mlp=_GRANITE_MLP,
+            experts=ExpertNames(
+                "block_sparse_moe.",
+                router="router.layer.weight",
+                gate_up="input_linear.weight",
+                down="output_linear.weight",
+                shared=_GRANITE_MLP,
+                shared_gate=None,
+            ),
+        ),
+        experts=ExpertKeys(
+            num_experts=8,
+            top_k=2,
+            normalises=True,
+            inner=None,
+            shared=1024,
+            count_key="num_local_experts",
+            inner_key="intermediate_size",
+            shared_key="shared_intermediate_size",
+            has_shared_gate=False,
+        ),
+        inner="shared_intermediate_size",
+        residual_multiplier="residual_multiplier",
+    ),
+    "olmo_hybrid": Family(
+        layers=every_fourth_layers,
+        mixers={
+            MixerKind.GATED_DELTA_NET: GatedDeltaNetKeys(
+                DeltaLayout.APART, eps=1e-5, doubles_updates="linear_allow_neg_eigval"
+            ),
+            MixerKind.ATTENTION: AttentionKeys(positions=65536, qk_norm=QkNorm.WHOLE, rotates=has_rope_theta),
+        },
+        blocks=BlockNames(("input_layernorm.", "post_attention_layernorm."), norm_offset=0),
+        attention_blocks=BlockNames(
+            ("post_attention_layernorm.", "post_feedforward_layernorm."), norm_offset=0, norms_outputs=True
+        ),
+        spellings={
+            "input_layernorm.weight": ("attention_layer_norm.weight",),
+            "post_attention_layernorm.weight": ("feedforward_layer_norm.weight",),
+            "linear_attn.conv1d.weight": tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv"),
+        },
     ),
 }

@@ -9,6 +9,13 @@ from deltaline_server.checkpoints.config_reader import ConfigReader
 from deltaline_server.models.parts import MAX_LAYERS, MAX_SIZE, LayerConfig, MixerKind, MlpKind
 
 _LAYER_TYPES = {"linear_attention": MixerKind.GATED_DELTA_NET, "full_attention": MixerKind.ATTENTION}
+# Of a hybrid with Mamba2, in their new and their old spelling.
+_MIXERS = {
+    "linear_attention": MixerKind.MAMBA2,
+    "full_attention": MixerKind.ATTENTION,
+    "mamba": MixerKind.MAMBA2,
+    "attention": MixerKind.ATTENTION,
+}
 # A layer of Nemotron-H has one part: as its config lists them, in its old spelling, and as letters of a pattern.
 _MAMBA, _ATTENTION = (MixerKind.MAMBA2, None), (MixerKind.ATTENTION, None)
 _DENSE, _EXPERTS = (None, MlpKind.DENSE), (None, MlpKind.MIXTURE_OF_EXPERTS)
@@ -31,6 +38,13 @@ def dense_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(i, mixer, MlpKind.DENSE) for i, mixer in enumerate(_mixers(config)))
 
 
+def every_fourth_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """`layer_types`, or every fourth is attention, and the last where no other is; a dense MLP in each."""
+    num_layers = _num_layers(config)
+    interval = 4 if num_layers >= 4 else num_layers
+    return tuple(LayerConfig(i, mixer, MlpKind.DENSE) for i, mixer in enumerate(_typed_mixers(config, interval)))
+
+
 def expert_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     """`layer_types`, or every full_attention_interval-th is attention; experts in each."""
     return tuple(LayerConfig(i, mixer, MlpKind.MIXTURE_OF_EXPERTS) for i, mixer in enumerate(_mixers(config)))
@@ -41,11 +55,7 @@ def sparse_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
 
     Absent keys mean what they mean to the checkpoint's model.
     """
-    dense = config.get("mlp_only_layers")
-    if dense is None:
-        dense = []
-    if not isinstance(dense, list) or not all(type(index) is int for index in dense):
-        raise config.fail("mlp_only_layers", "a list of layer numbers")
+    dense = _layer_numbers(config, "mlp_only_layers")
     num_experts = config.integer("num_experts", 0, MAX_SIZE, default=512)
     step = config.integer("decoder_sparse_step", 1, MAX_SIZE, default=1)
     mlps = (
@@ -60,15 +70,35 @@ def mamba2_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(i, MixerKind.MAMBA2, None) for i in range(_num_layers(config)))
 
 
+def mamba_ssm_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """Attention in the layers of `attn_layer_idx`, Mamba2 in the others, nothing beside them."""
+    attention = _layer_numbers(config, "attn_layer_idx")
+    if config.get("d_intermediate") not in (None, 0):
+        raise config.fail("d_intermediate", "0 (MLPs are not served in this format)")
+    if not config.flag("rms_norm", default=True):
+        raise config.fail("rms_norm", "true")
+    kinds = (MixerKind.ATTENTION if i in attention else MixerKind.MAMBA2 for i in range(_num_layers(config, "n_layer")))
+    return tuple(LayerConfig(i, kind, None) for i, kind in enumerate(kinds))
+
+
 def indexed_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     """Attention in the layers of `attn_layer_indices`, Mamba2 in the others; a dense MLP in each."""
-    num_layers, attention = _num_layers(config), config.get("attn_layer_indices")
-    if attention is None:
-        attention = []
-    if not isinstance(attention, list) or not all(type(index) is int for index in attention):
-        raise config.fail("attn_layer_indices", "a list of layer numbers")
+    num_layers, attention = _num_layers(config), _layer_numbers(config, "attn_layer_indices")
     kinds = (MixerKind.ATTENTION if i in attention else MixerKind.MAMBA2 for i in range(num_layers))
     return tuple(LayerConfig(i, kind, MlpKind.DENSE) for i, kind in enumerate(kinds))
+
+
+def dense_or_expert_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """Mamba2 or attention as `layer_types` says, all Mamba2 without; experts in each, or a dense MLP where none are."""
+    num_layers, key = _num_layers(config), config.spelling("layers_block_type", "layer_types")
+    types = config.get(key)
+    if types is None:
+        types = ["linear_attention"] * num_layers
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(_MIXERS) for kind in types):
+        raise config.fail(key, f"{num_layers} of {', '.join(_MIXERS)}")
+    has_experts = config.integer("num_local_experts", 0, MAX_SIZE, default=8) > 0
+    mlp = MlpKind.MIXTURE_OF_EXPERTS if has_experts else MlpKind.DENSE
+    return tuple(LayerConfig(i, _MIXERS[kind], mlp) for i, kind in enumerate(types))
 
 
 def one_part_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
@@ -81,14 +111,31 @@ def one_part_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(i, *_BLOCK_TYPES[kind]) for i, kind in enumerate(types))
 
 
-def _num_layers(config: ConfigReader) -> int:
-    return config.integer("num_hidden_layers", 1, MAX_LAYERS)
+def _num_layers(config: ConfigReader, key: str = "num_hidden_layers") -> int:
+    return config.integer(key, 1, MAX_LAYERS)
+
+
+def _layer_numbers(config: ConfigReader, key: str) -> list[int]:
+    """A list of layers, empty where the config has none."""
+    numbers = config.get(key)
+    if numbers is None:
+        return []
+    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+        raise config.fail(key, "a list of layer numbers")
+    return numbers
 
 
 def _mixers(config: ConfigReader) -> tuple[MixerKind, ...]:
+    interval = 4
+    if config.get("layer_types") is None:
+        interval = config.integer("full_attention_interval", 1, MAX_LAYERS, default=4)
+    return _typed_mixers(config, interval)
+
+
+def _typed_mixers(config: ConfigReader, interval: int) -> tuple[MixerKind, ...]:
+    """Those of `layer_types`; without, attention every so many layers."""
     num_layers, types = _num_layers(config), config.get("layer_types")
     if types is None:
-        interval = config.integer("full_attention_interval", 1, MAX_LAYERS, default=4)
         return tuple(
             MixerKind.GATED_DELTA_NET if (i + 1) % interval else MixerKind.ATTENTION for i in range(num_layers)
         )

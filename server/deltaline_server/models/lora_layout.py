@@ -10,7 +10,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.errors import shown
 from deltaline_server.models.config import ModelConfig, Scope
-from deltaline_server.models.parts import LayerKind, MlpKind
+from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
 from deltaline_server.models.weights import PREFIXES, block_family, mixer_family, served_modules
 
@@ -86,7 +86,8 @@ class AdapterLayout:
         self._mixers = {
             kind: {module.name: module for module in mixer_family(config, kind).modules} for kind in config.shapes
         }
-        self._mlp = {module.name: module for module in block_family(config, MlpKind.DENSE).modules}
+        any_dense = LayerKind(MixerKind.ATTENTION, MlpKind.DENSE)  # they are the same beside all mixers
+        self._mlp = {module.name: module for module in block_family(config, any_dense).modules}
         self._config, self._scope = config, scope
         self._projections = {kind: self._slices_of(kind) for kind in kinds}
 
@@ -126,7 +127,9 @@ class AdapterLayout:
             return None
         if layer.mixer is None and tensor.module.startswith(ALONE):
             return None
-        if layer.mlp is MlpKind.MIXTURE_OF_EXPERTS and tensor.module.startswith(self._config.family.blocks.mlp):
+        blocks = self._config.family.blocks
+        of_mlp = tensor.module.startswith((blocks.mlp.name, blocks.experts.name))
+        if layer.mlp is MlpKind.MIXTURE_OF_EXPERTS and of_mlp:
             if self._scope is Scope.BLOCK and tensor.layer in self.layers:
                 raise ModelError(f"{shown(name)}: expected no tensor of a mixture of experts, which takes no adapters")
             return None

@@ -16,9 +16,10 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.checkpoints.random_tensors import RandomTensors
+from deltaline_server.checkpoints.respelled import RespelledTensors
 from deltaline_server.layers.attention import AttentionFamily
 from deltaline_server.layers.block import Blocks, Layer
-from deltaline_server.layers.experts import GATE_UP, one_by_one
+from deltaline_server.layers.experts import one_by_one
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
 from deltaline_server.layers.mamba2 import Mamba2Family
@@ -30,7 +31,7 @@ from deltaline_server.layers.shapes import (
     MixerShape,
 )
 from deltaline_server.models.config import ModelConfig, Scope
-from deltaline_server.models.mixer_keys import GatedDeltaNetKeys, Mamba2Keys
+from deltaline_server.models.mixer_keys import AttentionKeys, GatedDeltaNetKeys, Mamba2Keys, MambaSsmKeys
 from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
 
@@ -47,23 +48,25 @@ def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
     """Return the family of a model's mixers of a kind. Raises KeyError where the config has no shape of it."""
     shape, keys = config.shapes[kind], config.family.mixers[kind]
     hidden, eps = config.hidden_size, config.rms_norm_eps
-    if isinstance(shape, Mamba2Shape) and isinstance(keys, Mamba2Keys):
+    if isinstance(shape, Mamba2Shape) and isinstance(keys, Mamba2Keys | MambaSsmKeys):
         return Mamba2Family(shape, hidden, eps, keys.name)
-    if isinstance(shape, AttentionShape):
-        return AttentionFamily(shape, hidden, eps)
+    if isinstance(shape, AttentionShape) and isinstance(keys, AttentionKeys):
+        return AttentionFamily(shape, hidden, eps, keys.name, config.family.blocks.norm_offset)
     assert isinstance(shape, GatedDeltaNetShape) and isinstance(keys, GatedDeltaNetKeys)
-    return GatedDeltaNetFamily(shape, hidden, eps, keys.is_interleaved)
+    return GatedDeltaNetFamily(shape, hidden, eps if keys.eps is None else keys.eps, keys.layout)
 
 
-def block_family(config: ModelConfig, mlp: MlpKind | None) -> BlockFamily:
-    """Return the family of the blocks around them whose MLP is of this kind."""
+def block_family(config: ModelConfig, kind: LayerKind) -> BlockFamily:
+    """Return the family of the blocks of a kind of layers."""
     blocks = Blocks(
-        config.family.blocks,
+        config.family.blocks_of(kind.mixer),
         config.hidden_size,
         config.intermediate_size,
         config.rms_norm_eps,
         config.residual_in_fp32,
-        config.experts if mlp is MlpKind.MIXTURE_OF_EXPERTS else None,
+        config.experts if kind.mlp is MlpKind.MIXTURE_OF_EXPERTS else None,
+        config.has_mlp_bias,
+        config.residual_multiplier,
     )
     return blocks if config.streams is None else HyperBlocks(blocks, config.streams)
 
@@ -71,7 +74,7 @@ def block_family(config: ModelConfig, mlp: MlpKind | None) -> BlockFamily:
 def served_modules(config: ModelConfig, kind: LayerKind, scope: Scope) -> tuple[Module, ...]:
     """Return the modules of a served layer of a kind, those of one projection in the order of its rows."""
     mixer = mixer_family(config, kind.mixer).modules
-    return mixer if scope is Scope.MIXER else mixer + block_family(config, kind.mlp).modules
+    return mixer if scope is Scope.MIXER else mixer + block_family(config, kind).modules
 
 
 def expected_tensors(config: ModelConfig, kind: LayerKind, scope: Scope) -> dict[str, tuple[int, ...]]:
@@ -81,7 +84,7 @@ def expected_tensors(config: ModelConfig, kind: LayerKind, scope: Scope) -> dict
     """
     tensors = mixer_family(config, kind.mixer).tensors
     if scope is Scope.BLOCK:
-        tensors |= block_family(config, kind.mlp).tensors
+        tensors |= block_family(config, kind).tensors
     modules = served_modules(config, kind, scope)
     return tensors | {f"{module.name}.weight": (module.rows, module.columns) for module in modules}
 
@@ -112,13 +115,14 @@ class LayerLoader:
     def __init__(
         self, source: TensorSource, config: ModelConfig, layers: Sequence[int], scope: Scope, placement: Placement
     ) -> None:
+        source = RespelledTensors(source, config.family.spellings)
         self._source, self._config = source, config
         self._placement = placement
         self._kinds = kinds = layer_kinds(config, layers, scope)
         distinct = dict.fromkeys(kinds.values())
         self._modules = {kind: served_modules(config, kind, scope) for kind in distinct}
         self._mixers = {kind: mixer_family(config, kind) for kind in dict.fromkeys(kind.mixer for kind in distinct)}
-        self._blocks = {kind.mlp: block_family(config, kind.mlp) for kind in distinct}
+        self._blocks = {kind: block_family(config, kind) for kind in distinct}
         shares = {kind: config.shapes[kind.mixer].shard(placement.world_size) for kind in distinct}
         self.shapes: dict[int, MixerShape] = {i: shares[kind] for i, kind in kinds.items()}
         self.experts = _share_mlps(config, {kind.mlp for kind in distinct}, placement.world_size)
@@ -130,7 +134,7 @@ class LayerLoader:
 
     def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer | HyperBlock:
         """Load a layer and what surrounds its mixer, with these adapters' slots."""
-        return self._blocks[self._kinds[layer].mlp].block(self.reader(layer), self.mixer(layer, adapters), adapters)
+        return self._blocks[self._kinds[layer]].block(self.reader(layer), self.mixer(layer, adapters), adapters)
 
     def check_head(self) -> None:
         """Raise ModelError unless the source has the head of a model with streams."""
@@ -181,15 +185,16 @@ def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int
         raise ModelError(f"layers: expected tensors named {' or '.join(PREFIXES)}N, got {sorted(found) or 'none'}")
     [(prefix, names)] = found.items()
     of_kind = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
-    passed_over = () if scope is Scope.BLOCK else block_family(config, None).names
+    stored = config.family.blocks.experts
     for i, kind in kinds.items():
         held = {name.removeprefix(f"{i}.") for name in names if name.startswith(f"{i}.")}
-        is_stacked = config.family.blocks.mlp + GATE_UP in held or not any(".experts.0." in name for name in held)
-        expected = of_kind[kind] if is_stacked else one_by_one(of_kind[kind])
+        is_stacked = stored.stacks[0] in held or not any(".experts.0." in name for name in held)
+        expected = of_kind[kind] if is_stacked else one_by_one(of_kind[kind], stored)
         missing, extra = sorted(expected.keys() - held), sorted(held - expected.keys())
         if missing:
             name = missing[0]
             raise ModelError(f"{prefix}{i}.{name}: expected shape {list(expected[name])}, found nothing{_reason(name)}")
+        passed_over = () if scope is Scope.BLOCK else block_family(config, kind).names
         extra = [name for name in extra if not name.startswith(passed_over)]
         if extra:
             name = extra[0]

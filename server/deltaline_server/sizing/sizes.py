@@ -60,7 +60,7 @@ class Sizes:
     def weight_bytes(self) -> int:
         """Bytes of the served layers' weights, of the head of streams, and of attention layers' table of rotations."""
         rotations = (
-            shape.max_positions * shape.rotary_dim * torch.float32.itemsize
+            shape.max_positions * shape.table_channels * torch.float32.itemsize
             for shape in self.plan.loader.shapes.values()
             if isinstance(shape, AttentionShape)
         )

@@ -38,6 +38,7 @@ SIZES = {
     "narrow-values": Heads(D=192, DV=128, R=64),
     "rest-of-a-turn": Heads(D=30, DV=3, R=12),
     "odd": Heads(HQ=3, HKV=3, D=13, DV=1, R=6, page_size=3, gate=2),
+    "one-pair-of-many": Heads(HQ=32, HKV=8, D=128, DV=128, R=2),
     "pairs": Heads(D=2, DV=5, R=2, page_size=1),
     "every-channel": Heads(HQ=6, HKV=1, D=256, DV=256, R=256),
 }

@@ -66,7 +66,9 @@ def test_shards_are_read_through_the_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt"])
 def test_pickles_are_refused_and_named(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_bytes(b"cos\nsystem\n")
-    with pytest.raises(ModelError, match=f"expected {SINGLE_FILE} or .*{file} can run code"):
+    with pytest.raises(
+        ModelError, match=f"expected {SINGLE_FILE} or .*{file} can run code.*: convert it with .*weights_only=True"
+    ):
         Checkpoint(tmp_path)
 
 

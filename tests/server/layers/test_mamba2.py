@@ -15,7 +15,6 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.block import Residual
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import load_model
-from deltaline_server.models.servable import Auto
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -92,25 +91,6 @@ def test_other_layers_of_a_hybrid_are_refused_by_name(make_oracle: Callable[...,
     oracle = make_oracle("nemotron_h", layers_block_type=HYBRID)
     with pytest.raises(ModelError, match=rf"^layer {layer}: expected mamba2, got {got}"):
         load_model(oracle.options(layers=range(layer, layer + 1)))
-
-
-@pytest.mark.parametrize("scope", list(Scope))
-@pytest.mark.parametrize("changes", [{}, {"mamba_conv_bias": False, "time_step_limit": (0.1, 0.9)}], ids=["", "limits"])
-def test_the_mamba_layers_of_bamba(
-    make_oracle: Callable[..., Oracle], device: str, scope: Scope, changes: dict[str, Any]
-) -> None:
-    """A hybrid with an MLP in each layer, of known parts: what it calls them is all that is told of it."""
-    oracle, hidden = make_oracle("bamba", layers=4, attn_layer_indices=[1], **changes), torch.randn(30, HIDDEN)
-    served = serve(oracle.options(device, scope=scope, spans=Auto.AUTO))
-    runs = [range(0, 1), range(2, 4)] if scope is Scope.BLOCK else [range(i, i + 1) for i in (0, 2, 3)]
-    assert list(served.model.spans) == runs
-    assert served.model.left_out == "1:2: expected mamba2, got attention (not served yet)"
-    for number, span in enumerate(runs):
-        cut = [served.step(part, [1], [len(part)], span=number) for part in hidden.split([20, 10])]
-        assert_close(torch.cat(cut), oracle.run(span, hidden, scope=scope))
-        drafted = served.step(hidden[:MAX_DRAFT], [2], [MAX_DRAFT], verify=True, span=number)
-        after = served.step(hidden[MAX_DRAFT:5], [2], [5 - MAX_DRAFT], accepted=MAX_DRAFT, span=number)
-        assert_close(torch.cat((drafted, after)), oracle.run(span, hidden[:5], scope=scope))
 
 
 def test_a_row_that_is_not_finite_leaves_its_neighbours_alone(make_oracle: Callable[..., Oracle], device: str) -> None:

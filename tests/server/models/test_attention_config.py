@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rigs.small_models import OLMO
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.shapes import AttentionShape
@@ -74,7 +75,7 @@ def test_sizes_are_those_of_transformers(changes: dict[str, Any]) -> None:
             "partial_rotary_factor: expected an even number of rotated channels in 2..256",
         ),
         ({"head_dim": 12}, "partial_rotary_factor: expected an even number of rotated channels in 2..12, got nothing"),
-        ({"head_dim": 512}, r"head_dim: expected an integer in 1..256, got 512"),
+        ({"head_dim": 512}, r"head_dim: expected an integer in 2..256, got 512"),
         ({"num_attention_heads": 5, "num_key_value_heads": 2}, "num_attention_heads: expected a multiple of num_key"),
         ({"attention_bias": 1}, "attention_bias: expected true or false, got 1"),
         ({"max_position_embeddings": 0}, "max_position_embeddings: expected an integer"),
@@ -85,6 +86,29 @@ def test_what_is_not_served_is_told_by_name(changes: dict[str, Any], message: st
     config = ModelConfig.from_mapping(TEXT | changes)
     assert MixerKind.ATTENTION not in config.shapes
     assert config.unserved[MixerKind.ATTENTION].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("keys", "theta"),
+    [
+        ({}, 10000.0),
+        ({"rope_parameters": None}, 10000.0),
+        ({"rope_theta": None}, None),
+        ({"rope_theta": 5.0}, 5.0),
+        ({"rope_parameters": {"rope_theta": None}}, None),
+        ({"rope_parameters": {"rope_theta": None}, "rope_theta": 5.0}, None),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": None}, None),
+        ({"rope_parameters": {"rope_theta": 7.0}, "rope_theta": None}, 7.0),
+    ],
+    ids=str,
+)
+def test_olmo_hybrid_rotates_where_there_is_a_base(keys: dict[str, Any], theta: float | None) -> None:
+    """As transformers reads them."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: it is the oracle")
+    shape = ModelConfig.from_mapping(OLMO | {"rope_parameters": None} | keys).shapes[MixerKind.ATTENTION]
+    assert isinstance(shape, AttentionShape)
+    assert transformers.OlmoHybridConfig(**keys).rope_parameters["rope_theta"] == theta
+    assert (shape.rotary_dim, shape.rope_theta) == ((0, 1.0) if theta is None else (8, theta))
 
 
 def test_a_context_is_within_what_the_checkpoint_was_made_for() -> None:

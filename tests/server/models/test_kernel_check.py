@@ -12,7 +12,7 @@ from deltaline_kernels import Router
 from deltaline_kernels.selftest.run import Check, run_selftest
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.experts import expert_test_sizes
-from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, GatedDeltaNetShape, Mamba2Shape
+from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, GatedDeltaNetShape, Mamba2Shape, QkNorm
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models import kernel_check
 
@@ -34,8 +34,15 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
             GatedDeltaNetShape(2, 6, 16, 8, 3),
             {"streams": 4, "hidden": 128},
             {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 16, "value_dim": 8, "conv_width": 3}
-            | {"streams": 4, "hidden": 128},
+            | {"streams": 4, "hidden": 128, "raw_gates": False},
             {"conv1d", "gated_delta", "lora", "norm", "mhc"},
+        ),
+        (
+            GatedDeltaNetShape(2, 6, 16, 8, 3, doubles_updates=True),
+            {},
+            {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 16, "value_dim": 8, "conv_width": 3}
+            | {"raw_gates": True},
+            {"conv1d", "gated_delta", "lora", "norm"},
         ),
         (
             Mamba2Shape(2, 4, 16, 8, 3, 1, (0.1, math.inf), has_conv_bias=True, has_bias=False),
@@ -48,10 +55,17 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
             AttentionShape(6, 2, 32, 8, 1e4, 512),
             {"hidden": 48} | expert_test_sizes(EXPERTS.shard(2)),
             {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 32, "value_dim": 32, "rotary_dim": 8}
-            | {"page_size": 32, "recurrence": "attention"}
+            | {"page_size": 32, "recurrence": "attention", "is_gated": True, "norms_heads": True}
             | {"hidden": 48, "num_experts": 12, "expert_dim": 16}
             | {"router": Router(3, normalize=False, num_shared=2, shared_gate=True)},
             {"attention", "lora", "rotary", "moe"},
+        ),
+        (
+            AttentionShape(6, 2, 32, 0, 1.0, 512, is_gated=False, qk_norm=QkNorm.NONE),
+            {},
+            {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 32, "value_dim": 32, "rotary_dim": 2}
+            | {"page_size": 32, "recurrence": "attention", "is_gated": False, "norms_heads": False},
+            {"attention", "lora", "rotary"},
         ),
     ],
     ids=lambda value: type(value).__name__,

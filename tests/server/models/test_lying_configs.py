@@ -40,10 +40,41 @@ BAMBA: dict[str, Any] = {
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "rms_norm_eps": 1e-5,
+    "attn_layer_indices": [1],
+    "num_attention_heads": 4,
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
     "mamba_d_state": 16,
 }
+GRANITE: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "shared_intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "layer_types": ["mamba", "attention"],
+    "rms_norm_eps": 1e-5,
+    "num_attention_heads": 4,
+    "num_local_experts": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+}
+OLMO: dict[str, Any] = {
+    "model_type": "olmo_hybrid",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-6,
+    "num_attention_heads": 4,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+MAMBA_SSM: dict[str, Any] = {"d_model": 32, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2", "headdim": 16}}
 GONE = object()
 """In place of a value: the key is not there."""
 # What lies, in which key, with what; and how the message goes on behind the key.
@@ -111,7 +142,7 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (MOE, "linear_conv_kernel_dim", 1, "expected an integer in 2..6, got 1"),
     (MOE, "num_attention_heads", 5, "expected a multiple of num_key_value_heads (2), got 5"),
     (MOE, "num_key_value_heads", 0, "expected an integer in 1..4096, got 0"),
-    (MOE, "head_dim", 1024, "expected an integer in 1..256, got 1024"),
+    (MOE, "head_dim", 1024, "expected an integer in 2..256, got 1024"),
     (MOE, "rope_parameters", {"rope_type": "llama3"}, "expected 'default', got 'llama3'"),
     (MOE, "rope_parameters", 10000, "expected an object, got 10000"),
     (MOE, "max_position_embeddings", 1 << 40, "expected an integer in 1..16777216"),
@@ -126,6 +157,54 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (BAMBA, "mamba_d_head", "auto", "expected an integer in 1..256, got 'auto'"),
     (BAMBA, "mamba_expand", 4, "expected mamba_n_heads * mamba_d_head / hidden_size (4 * 16 / 32), got 4"),
     (BAMBA, "mamba_n_groups", 3, "expected a divisor of 4 heads, got 3"),
+    (BAMBA, "mlp_bias", 1, "expected true or false, got 1"),
+    (BAMBA, "num_attention_heads", GONE, "expected an integer in 1..4096, got nothing"),
+    (BAMBA, "num_attention_heads", 32, "expected hidden_size / 2..256, as there is no head_dim, got 32"),
+    (BAMBA, "rope_scaling", {"rope_type": "yarn"}, "expected 'default', got 'yarn'"),
+    (GRANITE, "layer_types", ["mamba"], "expected 2 of linear_attention, full_attention, mamba, attention"),
+    (GRANITE, "layer_types", ["mamba", ["attention"]], "expected 2 of linear_attention, full_attention, mamba, "),
+    (GRANITE, "num_local_experts", -1, "expected an integer in 0..1048576, got -1"),
+    (GRANITE, "num_experts_per_tok", 5, "expected an integer in 1..4, got 5"),
+    (GRANITE, "intermediate_size", GONE, "expected an integer in 1..1048576, got nothing"),
+    (GRANITE, "shared_intermediate_size", 24 * 65, "expected at most 64 times intermediate_size (24), got 1560"),
+    (GRANITE, "residual_multiplier", 0, "expected a positive number that fp32 holds, got 0"),
+    (GRANITE, "attention_multiplier", "1", "expected a positive number that fp32 holds, got '1'"),
+    (GRANITE, "position_embedding_type", "alibi", "expected None or 'nope' or 'rope', got 'alibi'"),
+    (GRANITE, "hc_mult", 4, "expected none: granitemoehybrid is served with one residual, got 4"),
+    (OLMO, "linear_allow_neg_eigval", "yes", "expected true or false, got 'yes'"),
+    (
+        OLMO,
+        "rope_parameters",
+        {"rope_theta": 1e4, "rope_type": "yarn"},
+        "rope_parameters.rope_type: expected 'default'",
+    ),
+    (OLMO, "rope_parameters", ["rope_theta"], "expected an object"),
+    (OLMO, "num_key_value_heads", 3, "num_attention_heads: expected a multiple of num_key_value_heads (3), got 4"),
+    (OLMO, "hc_mult", 4, "expected none: olmo_hybrid is served with one residual, got 4"),
+    (MAMBA_SSM, "ssm_cfg", {"headdim": 16}, "ssm_cfg.layer: expected 'Mamba2', got nothing"),
+    (MAMBA_SSM, "ssm_cfg", {"layer": "Mamba1"}, "ssm_cfg.layer: expected 'Mamba2', got 'Mamba1'"),
+    (MAMBA_SSM, "ssm_cfg", {"layer": "Mamba2", "headdim": 60}, "ssm_cfg.headdim: expected a divisor of 64 channels"),
+    (MAMBA_SSM, "ssm_cfg", {"layer": "Mamba2", "ngroups": 2}, "ssm_cfg.ngroups: expected a divisor of 1 heads, got 2"),
+    (MAMBA_SSM, "ssm_cfg", {"layer": "Mamba2", "rmsnorm": False}, "ssm_cfg.rmsnorm: expected true, got False"),
+    (MAMBA_SSM, "ssm_cfg", {"layer": "Mamba2", "D_has_hdim": True}, "ssm_cfg.D_has_hdim: expected false, got True"),
+    (
+        MAMBA_SSM,
+        "ssm_cfg",
+        {"layer": "Mamba2", "d_ssm": 32},
+        "ssm_cfg.'d_ssm': expected none (it is not known)",
+    ),
+    (
+        MAMBA_SSM,
+        "ssm_cfg",
+        {"layer": "Mamba2", "dt_limit": [1, 0]},
+        "ssm_cfg.dt_limit: expected 0 <= least <= greatest",
+    ),
+    (MAMBA_SSM, "ssm_cfg", None, "expected an object, got None"),
+    (MAMBA_SSM, "d_model", GONE, "expected an integer in 1..1048576, got nothing"),
+    (MAMBA_SSM, "n_layer", 0, "expected an integer in 1..4096, got 0"),
+    (MAMBA_SSM, "d_intermediate", 64, "expected 0 (MLPs are not served in this format), got 64"),
+    (MAMBA_SSM, "rms_norm", False, "expected true, got False"),
+    (MAMBA_SSM, "attn_layer_idx", "1", "expected a list of layer numbers, got '1'"),
     (NEMOTRON, "hybrid_override_pattern", "MX", "expected 1..4096 of linear_attention"),
     (NEMOTRON, "hybrid_override_pattern", GONE, "expected 1..4096 of linear_attention"),
     (NEMOTRON, "ssm_state_size", 0, "expected an integer in 1..256, got 0"),
@@ -138,7 +217,11 @@ def check(folder: Path, raw: dict[str, Any]) -> None:
     check_model(ModelOptions(torch.device("cpu"), random_init=path))
 
 
-@pytest.mark.parametrize("base", [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, BAMBA], ids=lambda base: base["model_type"])
+@pytest.mark.parametrize(
+    "base",
+    [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, BAMBA, GRANITE, OLMO, MAMBA_SSM],
+    ids=lambda base: base.get("model_type", "mamba_ssm"),
+)
 def test_the_truth_is_served(tmp_path: Path, base: dict[str, Any]) -> None:
     check(tmp_path, base)
 

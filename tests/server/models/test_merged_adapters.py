@@ -1,4 +1,4 @@
-"""Adapters on the projections of attention and Mamba2 mixers: what they do is what merging them into the model does."""
+"""Adapters on the projections of families: what they do is what merging them into the model does."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
     "mamba2": {"use_bias": True},
+    "bamba": {"attn_layer_indices": [1], "attn_implementation": "eager", "mlp_bias": True},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"], "attn_implementation": "eager"},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "attn_implementation": "eager"},
 }
 MAMBA2 = pytest.mark.parametrize("oracle", ["mamba2"], indirect=True)
 ATTENTION = pytest.mark.parametrize("oracle", ["qwen3_5_text"], indirect=True)
