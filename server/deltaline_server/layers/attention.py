@@ -22,8 +22,8 @@ class Attention:
     """A gated attention mixer, one rank's share of its heads: project, norm and rotate, store keys and values, attend,
     gate, project back.
 
-    With shared heads its output is one rank's summand. The rows of in_proj are q and gate, head by head, then k | v.
-    q_norm, k_norm `[D]` are fp32, as 1 + w; the others have the model's dtype.
+    Of fewer key heads than ranks, several ranks have the same one. The rows of in_proj are q and gate, head by head,
+    then k | v. q_norm, k_norm `[D]` are fp32, as 1 + w; the others have the model's dtype.
     """
 
     def __init__(
@@ -66,10 +66,11 @@ class AttentionFamily:
     def modules(self) -> tuple[Module, ...]:
         """The linear modules of a mixer. The rows of in_proj are q and gate, head by head, then k | v."""
         shape, hidden = self.shape, self.hidden_size
+        kv_heads = (shape.num_kv_heads,)
         return (
             Module(NAME + "q_proj", Packed.IN_PROJ, 2 * shape.query_channels, hidden, (2 * shape.query_channels,)),
-            Module(NAME + "k_proj", Packed.IN_PROJ, shape.key_channels, hidden, (shape.key_channels,)),
-            Module(NAME + "v_proj", Packed.IN_PROJ, shape.key_channels, hidden, (shape.key_channels,)),
+            Module(NAME + "k_proj", Packed.IN_PROJ, shape.key_channels, hidden, (shape.key_channels,), heads=kv_heads),
+            Module(NAME + "v_proj", Packed.IN_PROJ, shape.key_channels, hidden, (shape.key_channels,), heads=kv_heads),
             Module(NAME + "o_proj", Packed.OUT_PROJ, hidden, shape.query_channels, (hidden,), shares_columns=True),
         )
 

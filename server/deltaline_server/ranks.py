@@ -1,0 +1,41 @@
+"""The ranks of a tensor-parallel server: processes that share a model, and how their outputs are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Ranks:
+    """This process among the ranks, and what it exchanges with them.
+
+    All ranks call the same methods in the same order, with tensors of one shape and dtype; a call waits for the others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.world_size = group.rank(), group.size()
+
+    def gather(self, part: Tensor) -> tuple[Tensor, ...]:
+        """Return every rank's tensor, in the order of ranks; they are the caller's to mutate."""
+        parts = part.new_empty(self.world_size, *part.shape).unbind()
+        dist.all_gather(list(parts), part.contiguous(), group=self._group)
+        return parts
+
+    def sum(self, summand: Tensor) -> Tensor:
+        """Return the sum of the ranks' summands, in their dtype: in fp32 in the order of ranks, and rounded once.
+
+        So it has the same bits on every rank, wherever in a batch a row lies: the order of a ring would depend on that.
+        """
+        return added(self.gather(summand)).to(summand.dtype)
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors in fp32, one after the other; mutates the first."""
+    first, *others = parts
+    total = first.float()
+    for other in others:
+        total.add_(other)
+    return total
