@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
+
+# For ever, as no wait is without a limit; a rank that dies is told at once.
+PATIENCE = timedelta(days=3650)
 
 
 class Ranks:
@@ -17,6 +21,17 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank, self.world_size = group.rank(), group.size()
+
+    def beside(self) -> Ranks:
+        """Return the same ranks on a way of their own, between hosts' memory, where a call may wait for any time.
+
+        All ranks call it, as all else in the same order.
+        """
+        return Ranks(dist.new_group(dist.get_process_group_ranks(self._group), timeout=PATIENCE, backend="gloo"))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give all ranks the tensor that rank 0 has; mutates that of the others."""
+        dist.broadcast(tensor, group=self._group, group_src=0)
 
     def gather(self, part: Tensor) -> tuple[Tensor, ...]:
         """Return every rank's tensor, in the order of ranks; they are the caller's to mutate."""

@@ -14,7 +14,8 @@ from rigs.layer_oracle import MAX_DRAFT, Served, serve
 from rigs.small_models import EXPERTS, GATED_DELTA_NET, HIDDEN, HYBRID, MAMBA2
 from torch import Tensor
 
-from deltaline_server.models.model import AdapterOptions, ModelOptions, open_weights
+from deltaline_server.layers.state_pool import LayerState
+from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, open_weights
 from deltaline_server.ranks import Ranks
 
 # Of 2 key-value heads, 4 ranks have the same one by twos; likewise of Mamba2's 2 groups, whose norm has one.
@@ -57,6 +58,8 @@ STEPS: tuple[tuple[tuple[int, int], tuple[bool, bool], tuple[int, int]], ...] = 
     ((1, 1), (False, False), (2, 0)),
     ((1, 1), (False, False), (0, 0)),
 )
+# What the state of a layer is called among what was computed, before its place.
+STATE = "state of layer "
 
 
 def write_configs(folder: Path, models: Mapping[str, Mapping[str, Any]] = MODELS) -> dict[str, Path]:
@@ -85,7 +88,7 @@ def play_all(
 ) -> dict[str, dict[str, Tensor]]:
     """Compute the steps of every model: once, once more, with another second row, and with an adapter on the first.
 
-    ranks: None for the whole model. Experts take no adapters.
+    And what is left of it: recurrent states and keys, their heads second. ranks: None for the whole model.
     """
     made = {}
     for name, path in configs.items():
@@ -93,13 +96,16 @@ def play_all(
         if ranks is not None:
             options = replace(options, rank=ranks.rank, world_size=ranks.world_size, ranks=ranks)
         served = serve(options, lines=8)
-        _adapt(served, options)
+        adapt(served.model, options)
         made[name] = {
             "once": play(served, (1, 2), (1, 2)),
             "again": play(served, (1, 2), (3, 4)),
             "beside another": play(served, (1, 3), (5, 6)),
             "adapted": play(served, (1, 2), (7, 8), (0, -1)),
         }
+        for number, state in enumerate(served.pool.layers):
+            kept = state.recurrent if isinstance(state, LayerState) else state.k_pages.nan_to_num().transpose(1, 2)
+            made[name][f"{STATE}{number}"] = kept.contiguous()
     return made
 
 
@@ -108,9 +114,9 @@ def sum_summands(ranks: Ranks, summands: Sequence[Sequence[Tensor]]) -> list[Ten
     return [ranks.sum(summand) for summand in summands[ranks.rank]]
 
 
-def _adapt(served: Served, options: ModelOptions) -> None:
+def adapt(model: Model, options: ModelOptions) -> None:
     """Write an adapter of all modules into place 0, DoRA: its B and magnitudes are of the model's own rows."""
-    model, tensors = served.model, dict[str, Tensor]()
+    tensors: dict[str, Tensor] = {}
     source = torch.Generator().manual_seed(0)
     for layer in model.layout.layers:
         for module in model.layout.modules(layer):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rigs.layer_oracle import TOLERANCE, assert_close
 from rigs.rank_processes import run_ranks
-from rigs.ranked_layers import MODELS, STEPS, play_all, sum_summands, write_configs
+from rigs.ranked_layers import MODELS, STATE, STEPS, play_all, sum_summands, write_configs
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -17,6 +17,11 @@ Played = dict[str, dict[str, Tensor]]
 WORLDS = (2, 4)
 # Tokens of the first row of STEPS.
 FIRST = slice(sum(lengths[0] for lengths, _, _ in STEPS))
+
+
+def outputs_of(played: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What came out, without the state that was left."""
+    return {key: value for key, value in played.items() if not key.startswith(STATE)}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,7 @@ def ranks(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_compute_what_one_process_does(whole: Played, ranks: list[Played], name: str) -> None:
-    for ran, expected in whole[name].items():
+    for ran, expected in outputs_of(whole[name]).items():
         assert_close(ranks[0][name][ran], expected)
         assert float((ranks[0][name][ran] - expected).abs().max()) < TOLERANCE * float(expected.abs().max())
     assert float((whole[name]["adapted"] - whole[name]["once"])[FIRST].norm()) > 0.1
@@ -50,7 +55,18 @@ def test_every_rank_has_the_same_bits_and_has_them_again(ranks: list[Played], na
     first, *others = (rank[name] for rank in ranks)
     assert torch.equal(first["again"], first["once"])
     for other in others:
-        assert all(torch.equal(other[ran], first[ran]) for ran in first)
+        assert all(torch.equal(other[ran], made) for ran, made in outputs_of(first).items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_rank_keeps_the_state_of_its_heads(whole: Played, ranks: list[Played], name: str) -> None:
+    """Of fewer heads than ranks, neighbours keep the same one, bitwise."""
+    for key in whole[name].keys() - outputs_of(whole[name]).keys():
+        expected, parts = whole[name][key], [rank[name][key] for rank in ranks]
+        copies = len(parts) * parts[0].shape[1] // expected.shape[1]
+        assert_close(torch.cat(parts[::copies], dim=1), expected)
+        assert all(torch.equal(part, parts[i // copies * copies]) for i, part in enumerate(parts))
+        assert copies == 1 or expected.shape[1] < len(parts)
 
 
 @pytest.mark.parametrize("name", MODELS)
