@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,6 +33,14 @@ class Ranks:
     def broadcast(self, tensor: Tensor) -> None:
         """Give all ranks the tensor that rank 0 has; mutates that of the others."""
         dist.broadcast(tensor, group=self._group, group_src=0)
+
+    def say_end(self) -> None:
+        """Tell rank 0 that this rank is about to end."""
+        dist.send(torch.empty(1), group=self._group, group_dst=0)
+
+    def wait_for_end(self, rank: int) -> None:
+        """Wait on rank 0 until another rank says that it ends. Raises RuntimeError when it ends without."""
+        dist.recv(torch.empty(1), group=self._group, group_src=rank)
 
     def gather(self, part: Tensor) -> tuple[Tensor, ...]:
         """Return every rank's tensor, in the order of ranks; they are the caller's to mutate."""

@@ -76,11 +76,10 @@ def drive(ranks: Ranks | None, config: Path) -> list[NDArray[Any]]:
     """Compute batches and change state between them; the outputs, which rank 0 has, or the one process."""
     model, executor = _load(ranks, config)
     if ranks is not None:
-        orders = ranks.beside()
         if ranks.rank > 0:
-            follow(model, executor, orders)
+            follow(model, executor, ranks)
             return []
-        executor = LeadingExecutor(executor, orders)
+        executor = LeadingExecutor(executor, ranks)
     opened = RankedEngine(Engine(executor, model.device), [end.input_width for end in model.ends])
     opened.engine.start()
     opened.engine.prepare(lambda done, total: None).result(WAIT_S)
@@ -111,32 +110,35 @@ def drive(ranks: Ranks | None, config: Path) -> list[NDArray[Any]]:
 def idle(ranks: Ranks, config: Path, seconds: float) -> float:
     """Ask nothing for so long, then end; the processor's seconds that another rank than 0 takes for that."""
     model, executor = _load(ranks, config)
-    orders = ranks.beside()
     if ranks.rank == 0:
+        leading = LeadingExecutor(executor, ranks)
         time.sleep(seconds)
-        LeadingExecutor(executor, orders).close()
+        leading.close()
         return 0.0
     begin_s = time.process_time()
-    follow(model, executor, orders)
+    follow(model, executor, ranks)
     return time.process_time() - begin_s
 
 
 def leave(ranks: Ranks, config: Path) -> list[bool]:
-    """Compute a batch when the other ranks have gone: whether it failed, and whether the engine has stopped."""
+    """Let the other rank go while nothing is asked: whether the engine comes to know it, and whether a batch fails."""
     model, executor = _load(ranks, config)
-    orders = ranks.beside()
     if ranks.rank > 0:
+        ranks.beside(), ranks.beside()
         return []
-    engine = Engine(LeadingExecutor(executor, orders), model.device)
+    engine = Engine(LeadingExecutor(executor, ranks), model.device)
     engine.start()
+    end_s = time.monotonic() + WAIT_S
+    while not engine.failed() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    is_known = engine.failed()
     control = np.array([[0, 1], [0, 0], [-1, 0], [1, 0], [0, 0], [0, 0], [0, 0]], dtype=np.int32)
     batch = StepBatch(0, control, 1, (np.ones((1, model.hidden_size), dtype=np.float32),), None)
     done: queue.SimpleQueue[BatchResult] = queue.SimpleQueue()
     engine.submit(batch, done.put)
-    result = done.get(timeout=WAIT_S)
-    failed = engine.failed()
+    has_failed = done.get(timeout=WAIT_S).failed
     engine.close()
-    return [result.failed, failed]
+    return [is_known, has_failed]
 
 
 def _load(ranks: Ranks | None, config: Path) -> tuple[Model, Executor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -29,18 +31,23 @@ from deltaline_server.ranks import Ranks
 from deltaline_server.step import StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 
+logger = logging.getLogger(__name__)
+
 
 class LeadingExecutor:
     """Rank 0's executor: tells the other ranks, then does the same by its own one.
 
-    A rank that is gone is a lost device: what it has of the state is nowhere else.
+    A rank that is gone is a lost device: what it has of the state is nowhere else. One thread for each rank waits for
+    its end.
     """
 
     def __init__(self, own: Executor, ranks: Ranks) -> None:
-        """ranks: those of the model, on a way of their own (Ranks.beside)."""
-        self._own, self._ranks = own, ranks
+        """ranks: those that share the model; the others `follow`."""
+        self._own, self._orders, self._ends = own, ranks.beside(), ranks.beside()
         self.is_asynchronous = own.is_asynchronous
-        self._is_lost = False
+        self.is_gone = False
+        for rank in range(1, ranks.world_size):
+            threading.Thread(target=self._watch, args=(rank,), name=f"rank {rank}", daemon=True).start()
 
     def prepare(self, report: Report) -> None:
         self._tell(*bare_order(Order.PREPARE))
@@ -52,10 +59,10 @@ class LeadingExecutor:
             batch = replace(batch, hidden=(np.concatenate(batch.hidden),), into=())
         try:
             self._tell(*batch_order(batch))
-            self._ranks.broadcast(torch.from_numpy(_bytes_of(batch.hidden[0])))
+            self._orders.broadcast(torch.from_numpy(_bytes_of(batch.hidden[0])))
             return self._own.launch(batch)
         except Exception:
-            self._is_lost = True
+            self.is_gone = True
             raise
 
     def zero(self, lines: NDArray[np.int64]) -> None:
@@ -73,7 +80,7 @@ class LeadingExecutor:
         return done
 
     def is_lost(self) -> bool:
-        return self._is_lost or self._own.is_lost()
+        return self.is_gone or self._own.is_lost()
 
     def close(self) -> None:
         """End the other ranks too."""
@@ -85,9 +92,17 @@ class LeadingExecutor:
         return self._own.counts()
 
     def _tell(self, header: Integers, integers: Integers) -> None:
-        self._ranks.broadcast(torch.from_numpy(header))
+        self._orders.broadcast(torch.from_numpy(header))
         if len(integers):
-            self._ranks.broadcast(torch.from_numpy(integers))
+            self._orders.broadcast(torch.from_numpy(integers))
+
+    def _watch(self, rank: int) -> None:
+        """The thread of a rank."""
+        try:
+            self._ends.wait_for_end(rank)
+        except RuntimeError:
+            self.is_gone = True
+            logger.error("rank %d is gone", rank)
 
 
 def follow(model: Model, executor: Executor, ranks: Ranks) -> None:
@@ -95,16 +110,18 @@ def follow(model: Model, executor: Executor, ranks: Ranks) -> None:
 
     Raises RuntimeError when a rank is gone, and what the executor raises: this rank is no longer where the others are.
     """
+    orders, ends = ranks.beside(), ranks.beside()
     header = torch.empty(HEADER_FIELDS, dtype=torch.int32)
     with torch.inference_mode():
         while True:
-            ranks.broadcast(header)
+            orders.broadcast(header)
             fields = header.tolist()
             integers = np.empty(num_integers(fields), dtype=np.int32)
             if len(integers):
-                ranks.broadcast(torch.from_numpy(integers))
+                orders.broadcast(torch.from_numpy(integers))
             if fields[0] == Order.END:
                 executor.close()
+                ends.say_end()
                 return
             if fields[0] == Order.PREPARE:
                 executor.prepare(lambda done, total: None)
@@ -116,7 +133,7 @@ def follow(model: Model, executor: Executor, ranks: Ranks) -> None:
                 _, span, *_ = fields
                 width = model.ends[span].input_width
                 hidden = np.empty((fields[4], width), dtype=model.numpy_dtype)
-                ranks.broadcast(torch.from_numpy(_bytes_of(hidden)))
+                orders.broadcast(torch.from_numpy(_bytes_of(hidden)))
                 executor.launch(batch_of(fields, integers, hidden)).result()
 
 

@@ -35,6 +35,6 @@ def test_a_rank_sleeps_while_there_is_nothing_to_do(config: Path, tmp_path: Path
     assert busy_s < 0.5
 
 
-def test_a_rank_that_is_gone_is_a_lost_device(config: Path, tmp_path: Path) -> None:
-    (failed, is_stopped), _ = run_ranks(leave, 2, tmp_path, config)
-    assert failed and is_stopped
+def test_a_rank_that_goes_while_nothing_is_asked_is_a_lost_device(config: Path, tmp_path: Path) -> None:
+    (is_known, has_failed), _ = run_ranks(leave, 2, tmp_path, config)
+    assert is_known and has_failed
