@@ -28,6 +28,7 @@ class Pretender:
     """The Executor of a device that computes nothing."""
 
     is_asynchronous = True
+    is_gone = False
 
     def __init__(self) -> None:
         self._free_s = 0.0

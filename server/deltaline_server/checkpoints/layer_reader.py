@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltaline_server.checkpoints.checkpoint import TensorSource
 from deltaline_server.checkpoints.modules import ALL, Module, Packed, Placement, whole_sections
+from deltaline_server.ranks import Ranks
 
 
 class LayerReader:
@@ -51,13 +52,21 @@ class LayerReader:
                 parts.append(module.order(partial(self.read, f"{module.name}.bias"), place))
         return self._put(torch.cat(parts))
 
+    def ranks(self, packed: Packed) -> Ranks | None:
+        """Return what sums the outputs of a served projection; None where no rank has but a summand of them."""
+        is_summand = any(module.shares_columns for module in self._modules if module.packed is packed)
+        return self.placement.ranks if is_summand else None
+
     def weight(self, module: Module) -> Tensor:
         """Read a module's weight, this rank's rows in the served order and all columns, as its file has it."""
         return module.order(partial(self.read, f"{module.name}.weight"), self.placement)
 
-    def sections(self, name: str, sections: Sequence[int]) -> Tensor:
-        """Load this rank's share of sections that are stored one after the other, in the model's dtype."""
-        return self._put(whole_sections(sections, partial(self.read, name), self.placement))
+    def sections(self, name: str, sections: Sequence[int], heads: Sequence[int] = ()) -> Tensor:
+        """Load this rank's share of sections that are stored one after the other, in the model's dtype.
+
+        heads: as Module has them.
+        """
+        return self._put(whole_sections(sections, partial(self.read, name), self.placement, heads))
 
     def share(self, name: str, size: int) -> Tensor:
         """Load this rank's share of a vector `[size]`, fp32."""

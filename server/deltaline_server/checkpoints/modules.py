@@ -5,25 +5,30 @@ projection. The rows of a weight, of a LoRA's B and of a DoRA's magnitude are or
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.ranks import Ranks
 
 ALL = slice(None)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where weights go: device and dtype, and the share of the heads that rank `rank` of `world_size` holds."""
+    """Where weights go: device and dtype, and the share of the heads that rank `rank` of `world_size` holds.
+
+    ranks: what joins the ranks' outputs; None where there is one rank, or where each is left with its summand.
+    """
 
     device: torch.device
     dtype: torch.dtype
     rank: int = 0
     world_size: int = 1
+    ranks: Ranks | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -35,6 +40,12 @@ class Placement:
         """Return this rank's part of `size` rows or columns that begin at `start`; world_size divides size."""
         part = size // self.world_size
         return slice(start + self.rank * part, start + (self.rank + 1) * part)
+
+    def among(self, heads: int) -> Placement:
+        """Return the same place where there are only so many heads: with more ranks, several hold the same one."""
+        if heads >= self.world_size:
+            return self
+        return replace(self, rank=self.rank * heads // self.world_size, world_size=heads)
 
 
 class Packed(StrEnum):
@@ -53,6 +64,7 @@ class Module:
     name: without the prefix and the layer's number. packed: the served projection that it is a part of.
     sections: its rows are `groups` times these, one after the other; served, each section comes whole, over all groups.
     shares_columns: ranks share its columns; else they share the groups, or each section where there is one group.
+    heads: of each section, where ranks may be more than these (Placement.among); empty where they are not.
     """
 
     name: str
@@ -62,11 +74,15 @@ class Module:
     sections: tuple[int, ...]
     groups: int = 1
     shares_columns: bool = False
+    heads: tuple[int, ...] = ()
 
     def served_shape(self, world_size: int) -> tuple[int, int]:
         """Return rows and columns of one rank's share."""
         if self.shares_columns:
             return self.rows, self.columns // world_size
+        if self.heads:
+            rows = zip(self.sections, self.heads, strict=True)
+            return sum(size // min(world_size, heads) for size, heads in rows), self.columns
         return self.rows // world_size, self.columns
 
     def columns_of(self, placement: Placement) -> slice:
@@ -78,16 +94,21 @@ class Module:
         if self.shares_columns:
             return read(ALL)
         if self.groups == 1:
-            return whole_sections(self.sections, read, placement)
+            return whole_sections(self.sections, read, placement, self.heads)
         part = read(placement.share(self.rows)).unflatten(0, (self.groups // placement.world_size, -1))
         return torch.cat([section.flatten(0, 1) for section in part.split(self.sections, dim=1)])
 
 
-def whole_sections(sections: Sequence[int], read: Callable[[slice], Tensor], placement: Placement) -> Tensor:
-    """Return a rank's rows of sections that are stored one after the other, each shared out by itself."""
+def whole_sections(
+    sections: Sequence[int], read: Callable[[slice], Tensor], placement: Placement, heads: Sequence[int] = ()
+) -> Tensor:
+    """Return a rank's rows of sections that are stored one after the other, each shared out by itself.
+
+    heads: as Module has them.
+    """
     slices, start = [], 0
-    for size in sections:
-        slices.append(placement.share(size, start))
+    for size, count in zip(sections, heads or [placement.world_size] * len(sections), strict=True):
+        slices.append(placement.among(count).share(size, start))
         start += size
     return torch.cat([read(rows) for rows in slices])
 

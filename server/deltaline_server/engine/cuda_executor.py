@@ -103,6 +103,7 @@ class CudaExecutor:
     """Streams, buffers and graphs of one device, which is the current one of the thread that launches."""
 
     is_asynchronous = True
+    is_gone = False
 
     def __init__(self, model: Model, pool: StatePool, limits: Limits) -> None:
         self._model, self._pool = model, pool

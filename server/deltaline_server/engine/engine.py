@@ -167,7 +167,7 @@ class Engine:
 
     def failed(self) -> bool:
         """Whether the device is lost, so that every later batch fails too."""
-        return self._has_failed
+        return self._has_failed or self._executor.is_gone
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""

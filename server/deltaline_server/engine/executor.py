@@ -48,6 +48,9 @@ class Executor(Protocol):
     is_asynchronous: bool
     """Whether `launch` returns before the batch is computed, so that another thread may wait for it."""
 
+    is_gone: bool
+    """Whether it is known, with nothing asked, that the device answers no more."""
+
     def prepare(self, report: Report) -> None:
         """Compile and allocate all that batches need, before the first one; `report` gets what is done, of how much."""
 
@@ -80,7 +83,7 @@ class Executor(Protocol):
 class CpuExecutor:
     """The host's arrays as tensors and back, without copies (an array that can't be written is copied)."""
 
-    is_asynchronous = False
+    is_asynchronous = is_gone = False
 
     def __init__(self, model: Model, pool: StatePool) -> None:
         self._model, self._pool = model, pool

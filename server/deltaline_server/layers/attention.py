@@ -21,9 +21,9 @@ class Attention:
     """An attention mixer, one rank's share of its heads: project, norm and rotate, store keys and values, attend, gate,
     project back.
 
-    With shared heads its output is one rank's summand. The rows of in_proj are q, with a gate q and gate head by head,
-    then k | v. q_norm, k_norm `[D]`, or `[HQ * D]` and `[HKV * D]`, are fp32, None where there are none; the others
-    have the model's dtype.
+    Of fewer key heads than ranks, several ranks have the same one. The rows of in_proj are q, with a gate q and gate
+    head by head, then k | v. q_norm, k_norm `[D]`, or `[HQ * D]` and `[HKV * D]`, are fp32, None where there are none;
+    the others have the model's dtype.
     """
 
     def __init__(
@@ -81,10 +81,13 @@ class AttentionFamily:
     def modules(self) -> tuple[Module, ...]:
         """The linear modules of a mixer, those of in_proj in the order of its rows."""
         shape, hidden, name = self.shape, self.hidden_size, self.name
-        rows = {"q_proj": self.query_rows(shape), "k_proj": shape.key_channels, "v_proj": shape.key_channels}
-        inputs = (Module(name + part, Packed.IN_PROJ, size, hidden, (size,)) for part, size in rows.items())
-        out = Module(name + "o_proj", Packed.OUT_PROJ, hidden, shape.query_channels, (hidden,), shares_columns=True)
-        return *inputs, out
+        queries, keys, kv_heads = self.query_rows(shape), shape.key_channels, (shape.num_kv_heads,)
+        return (
+            Module(name + "q_proj", Packed.IN_PROJ, queries, hidden, (queries,)),
+            Module(name + "k_proj", Packed.IN_PROJ, keys, hidden, (keys,), heads=kv_heads),
+            Module(name + "v_proj", Packed.IN_PROJ, keys, hidden, (keys,), heads=kv_heads),
+            Module(name + "o_proj", Packed.OUT_PROJ, hidden, shape.query_channels, (hidden,), shares_columns=True),
+        )
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:

@@ -73,7 +73,7 @@ class Residual:
 
 
 class Mlp:
-    """A SwiGLU MLP. With shared columns its output is one rank's summand."""
+    """A SwiGLU MLP. Ranks share its inner channels."""
 
     def __init__(self, reader: LayerReader, adapters: Mapping[Packed, LoraWeights], *, has_bias: bool) -> None:
         """Load it. The rows of gate_up are gate | up."""

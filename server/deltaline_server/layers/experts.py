@@ -54,7 +54,7 @@ EXPERTS = ExpertNames()
 
 
 class Experts:
-    """A router, its experts and the one that all tokens have. With shared columns its output is one rank's summand.
+    """A router, its experts and the one that all tokens have. Ranks share the inner channels of each.
 
     The shared expert is the last ones of the experts, of their size, its end filled up with zeros; the gate that weighs
     it, if one does, is the last row of the gates.
@@ -64,7 +64,7 @@ class Experts:
         """Load it. Raises ModelError if it can't be shared out."""
         place = reader.placement
         self._shape = shape.shard(place.world_size)
-        self._router = router_of(self._shape)
+        self._router, self._ranks = router_of(self._shape), place.ranks
         count, inner = shape.num_experts + shape.num_shared, self._shape.intermediate_size
         gates = torch.cat([reader.read(gate) for gate in names.gates])
         self._gates = gates.to(place.device, place.dtype)
@@ -77,7 +77,8 @@ class Experts:
         """Compute `[T, hidden]` from `[T, hidden]`; it has no state. Tokens behind the rows have no experts."""
         logits = F.linear(hidden, self._gates)
         weights, experts = route_tokens(logits, self._router, query_start_loc=rows.query_start_loc)
-        return run_experts(hidden, self._gate_up, self._down, weights, experts)
+        y = run_experts(hidden, self._gate_up, self._down, weights, experts)
+        return y if self._ranks is None else self._ranks.sum(y)
 
     def _load_experts(self, reader: LayerReader, names: ExpertNames, shape: ExpertsShape) -> None:
         """Load this rank's share of each; their files are read in the order in which they are stored."""

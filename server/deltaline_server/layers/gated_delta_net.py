@@ -34,7 +34,7 @@ class GatedDeltaNet:
     """A Gated DeltaNet mixer, one rank's share of its heads: project, convolve, run the gated delta rule, norm and
     gate, project back.
 
-    With shared heads its output is one rank's summand. The rows of in_proj are q | k | v | z | b | a. conv `[W, D]`.
+    The rows of in_proj are q | k | v | z | b | a. conv `[W, D]`.
     A_log, dt_bias `[HV]` and norm `[V]` are fp32; the others have the model's dtype.
     """
 

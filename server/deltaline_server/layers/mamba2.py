@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, LoraWeights, Rows, causal_conv1d, gated_rms_norm, mamba2
@@ -13,13 +15,14 @@ from deltaline_server.checkpoints.modules import Module, Packed
 from deltaline_server.layers.projection import load_projection
 from deltaline_server.layers.shapes import Mamba2Shape
 from deltaline_server.layers.state_pool import LayerState
+from deltaline_server.ranks import Ranks, added
 
 
 class Mamba2:
-    """A Mamba2 mixer, one rank's share of its groups: project, convolve, run the recurrence, gate and norm,
-    project back.
+    """A Mamba2 mixer, one rank's share of its heads: project, convolve, run the recurrence, gate and norm, project
+    back.
 
-    With shared heads its output is one rank's summand. The rows of in_proj are z | x | B | C | dt. conv `[W, D]`.
+    Of fewer groups than ranks several have the same one. The rows of in_proj are z | x | B | C | dt. conv `[W, D]`.
     A_log, D, dt_bias `[H]` and norm `[norm groups, channels of one]` are fp32; the others have the model's dtype.
     Biases are None where the checkpoint has none.
     """
@@ -28,15 +31,19 @@ class Mamba2:
         """Load it. Raises ModelError if its heads can't be shared out."""
         whole, self._eps = family.shape, family.eps
         channels = (whole.value_channels, whole.key_channels, whole.key_channels)
-        self._shape = shape = whole.shard(reader.placement.world_size)
+        heads = (whole.num_value_heads, whole.num_key_heads, whole.num_key_heads)
+        place = reader.placement
+        self._shape = shape = whole.shard(place.world_size)
         self._sections = (shape.value_channels, shape.conv_channels, shape.num_value_heads)
         self.in_proj = load_projection(reader, Packed.IN_PROJ, adapters, has_bias=shape.has_bias)
-        self.conv = reader.sections(family.name + "conv1d.weight", channels).squeeze(1).t().contiguous()
-        self.conv_bias = reader.sections(family.name + "conv1d.bias", channels) if shape.has_conv_bias else None
+        self.conv = reader.sections(family.name + "conv1d.weight", channels, heads).squeeze(1).t().contiguous()
+        self.conv_bias = reader.sections(family.name + "conv1d.bias", channels, heads) if shape.has_conv_bias else None
         self.A_log, self.D, self.dt_bias = (
             reader.share(f"{family.name}{name}", whole.num_value_heads) for name in ("A_log", "D", "dt_bias")
         )
         self.norm = reader.share(family.name + "norm.weight", whole.value_channels).view(shape.norm_groups, -1)
+        # Ranks that have a part of one group of the norm, where there are several.
+        self._ranks, self._norm_ranks = place.ranks, max(place.world_size // whole.norm_groups, 1)
         self.out_proj = load_projection(reader, Packed.OUT_PROJ, adapters, has_bias=shape.has_bias)
 
     def forward(self, hidden: Tensor, rows: Rows, state: LayerState, tiles: AdapterTiles | None = None) -> Tensor:
@@ -57,7 +64,24 @@ class Mamba2:
             dt_limit=shape.dt_limit,
         )
         y, z = (part.unflatten(-1, self.norm.shape) for part in (y.flatten(1), z))
-        return self.out_proj(gated_rms_norm(y, z, self.norm, self._eps, gate_first=True), tiles)
+        if self._norm_ranks > 1:
+            assert self._ranks is not None
+            y = spread_norm(y, z, self.norm, self._eps, self._ranks, self._norm_ranks)
+        else:
+            y = gated_rms_norm(y, z, self.norm, self._eps, gate_first=True)
+        return self.out_proj(y, tiles)
+
+
+def spread_norm(y: Tensor, z: Tensor, weight: Tensor, eps: float, ranks: Ranks, parts: int) -> Tensor:
+    """Gate and norm y `[T, 1, D]` as gated_rms_norm does with gate_first, to `[T, D]`.
+
+    parts: ranks that have D channels each of one group of the norm.
+    """
+    gated = y.float() * F.silu(z.float())
+    squares = ranks.gather(gated.square().sum(-1, keepdim=True))
+    first = ranks.rank // parts * parts
+    mean = added(squares[first : first + parts]) / (parts * weight.shape[-1])
+    return (gated * torch.rsqrt(mean + eps) * weight).to(y.dtype).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -80,8 +104,9 @@ class Mamba2Family:
             shape.key_channels,
             shape.num_value_heads,
         )
+        heads = (shape.num_value_heads,) * 2 + (shape.num_key_heads,) * 2 + (shape.num_value_heads,)
         return (
-            Module(name + "in_proj", Packed.IN_PROJ, sum(rows), hidden, rows),
+            Module(name + "in_proj", Packed.IN_PROJ, sum(rows), hidden, rows, heads=heads),
             Module(name + "out_proj", Packed.OUT_PROJ, hidden, shape.value_channels, (hidden,), shares_columns=True),
         )
 

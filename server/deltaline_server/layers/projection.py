@@ -11,6 +11,7 @@ from torch import Tensor
 from deltaline_kernels import AdapterTiles, LoraWeights, add_lora
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Packed
+from deltaline_server.ranks import Ranks
 
 # oneDNN lays a weight out for products of so many rows; those of more take no longer with it.
 FEW_ROWS = 16
@@ -19,15 +20,23 @@ FEW_ROWS = 16
 class Projection:
     """x @ weight.T for x `[T, in]` and a weight `[out, in]`, the adapters of the tokens that have one, and a bias.
 
-    Of a rank's share it is that rank's summand, with what adapters add to it.
+    Where ranks share its columns it is the sum of their products, each with what adapters add to it; without `ranks`,
+    this rank's summand.
 
     On the CPU in fp32 the weight is laid out once for oneDNN's products of few rows, which are faster than those of the
     BLAS behind torch.nn.functional.linear; elsewhere that function is used as it is. The operation is the one that
     torch.compile calls for packed weights: x and the result are plain tensors, which F.linear would copy.
     """
 
-    def __init__(self, weight: Tensor, adapters: LoraWeights | None = None, bias: Tensor | None = None) -> None:
-        """adapters: the device's memory of them, None where no batch has any. bias: `[out]`, None for none."""
+    def __init__(
+        self,
+        weight: Tensor,
+        adapters: LoraWeights | None = None,
+        bias: Tensor | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """adapters: the device's memory of them, None where no batch has any. bias: `[out]`, None for none. ranks: what
+        sums over them."""
         is_packed = (
             weight.device.type == "cpu"
             and weight.dtype is torch.float32
@@ -36,7 +45,7 @@ class Projection:
         )
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, FEW_ROWS) if is_packed else weight
         self._adapters = adapters
-        self.bias = bias
+        self.bias, self._ranks = bias, ranks
 
     def __call__(self, x: Tensor, tiles: AdapterTiles | None = None) -> Tensor:
         """Project x `[T, in]` to `[T, out]`; tiles: the tokens that have adapters, None where none has."""
@@ -49,7 +58,8 @@ class Projection:
             assert self._adapters is not None
             add_lora(x, y, self._adapters, tiles)
         # Behind the adapters, as DoRA scales what came before; always, so that a row's bits do not depend on others.
-        return y if self.bias is None else y.add_(self.bias)
+        y = y if self.bias is None else y.add_(self.bias)
+        return y if self._ranks is None else self._ranks.sum(y)
 
 
 def load_projection(
@@ -57,4 +67,4 @@ def load_projection(
 ) -> Projection:
     """Load a projection of the reader's layer; of its bias, see LayerReader.bias."""
     bias = reader.bias(packed) if has_bias else None
-    return Projection(reader.projection(packed), adapters.get(packed), bias)
+    return Projection(reader.projection(packed), adapters.get(packed), bias, reader.ranks(packed))

@@ -44,16 +44,6 @@ class RecurrentShape:
         """Values that a draft token is kept as: its key, its update, its gates."""
         return self.key_channels + self.value_channels + self.num_value_heads
 
-    def _share(self, world_size: int, heads: str, **more: Any) -> Self:
-        """One rank's share: whole key heads, which errors call `heads`, and their value heads; `more` is replaced too.
-
-        Raises ModelError if that can't be done.
-        """
-        if self.num_key_heads % world_size:
-            raise ModelError(f"world_size: expected a divisor of {self.num_key_heads} {heads}, got {world_size}")
-        key_heads, value_heads = self.num_key_heads // world_size, self.num_value_heads // world_size
-        return replace(self, num_key_heads=key_heads, num_value_heads=value_heads, **more)
-
 
 @dataclass(frozen=True)
 class GatedDeltaNetShape(RecurrentShape):
@@ -68,7 +58,8 @@ class GatedDeltaNetShape(RecurrentShape):
 
     def shard(self, world_size: int) -> Self:
         """Return one rank's share: whole key heads and their value heads. Raises ModelError if that can't be done."""
-        return self._share(world_size, "key heads")
+        key_heads = _share(self.num_key_heads, "key heads", world_size)
+        return replace(self, num_key_heads=key_heads, num_value_heads=self.num_value_heads // world_size)
 
 
 @dataclass(frozen=True)
@@ -91,15 +82,17 @@ class Mamba2Shape(RecurrentShape):
         return sizes | {"recurrence": "mamba2"}
 
     def shard(self, world_size: int) -> Self:
-        """Return one rank's share: whole groups with their heads, and whole groups of the norm.
+        """Return one rank's share: whole heads with their groups, and the norm's channels.
 
-        Raises ModelError if that can't be done: a norm over channels of several ranks needs their sums of squares.
+        Of fewer groups than ranks several ranks have the same one; of fewer groups of the norm, parts of one.
+        Raises ModelError if that can't be done.
         """
-        share = self._share(world_size, "groups", norm_groups=self.norm_groups // world_size)
-        if self.norm_groups % world_size:
-            expected = f"a divisor of {self.norm_groups} groups of the mixer's norm"
-            raise ModelError(f"world_size: expected {expected}, got {world_size}")
-        return share
+        return replace(
+            self,
+            num_key_heads=_share_or_copy(self.num_key_heads, "groups", world_size),
+            num_value_heads=_share(self.num_value_heads, "heads", world_size),
+            norm_groups=_share_or_copy(self.norm_groups, "groups of the mixer's norm", world_size),
+        )
 
 
 class QkNorm(StrEnum):
@@ -161,12 +154,17 @@ class AttentionShape:
         }
 
     def shard(self, world_size: int) -> AttentionShape:
-        """Return one rank's share: whole key heads and their query heads. Raises ModelError if that can't be done."""
-        if self.num_kv_heads % world_size:
-            raise ModelError(f"world_size: expected a divisor of {self.num_kv_heads} key-value heads, got {world_size}")
+        """Return one rank's share: whole query heads and their key heads, of fewer than ranks the same one as others.
+
+        Raises ModelError if that can't be done.
+        """
         if self.qk_norm is QkNorm.WHOLE and world_size > 1:
             raise ModelError(f"world_size: expected 1, as queries are normalised over all heads, got {world_size}")
-        return replace(self, num_heads=self.num_heads // world_size, num_kv_heads=self.num_kv_heads // world_size)
+        return replace(
+            self,
+            num_kv_heads=_share_or_copy(self.num_kv_heads, "key-value heads", world_size),
+            num_heads=_share(self.num_heads, "query heads", world_size),
+        )
 
 
 MixerShape = GatedDeltaNetShape | Mamba2Shape | AttentionShape
@@ -201,3 +199,17 @@ class ExpertsShape:
             expected = f"a divisor of {inner} channels of an expert and {shared} of the shared one"
             raise ModelError(f"world_size: expected {expected}, got {world_size}")
         return replace(self, intermediate_size=inner // world_size, shared_size=shared // world_size)
+
+
+def _share(count: int, what: str, world_size: int) -> int:
+    """One rank's share of so many heads. Raises ModelError if they can't be dealt out."""
+    if count % world_size:
+        raise ModelError(f"world_size: expected a divisor of {count} {what}, got {world_size}")
+    return count // world_size
+
+
+def _share_or_copy(count: int, what: str, world_size: int) -> int:
+    """Likewise, where several ranks may have the same one."""
+    if count % world_size and world_size % count:
+        raise ModelError(f"world_size: expected a divisor or a multiple of {count} {what}, got {world_size}")
+    return max(count // world_size, 1)

@@ -32,6 +32,7 @@ from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore, store_bytes
 from deltaline_server.models.servable import Auto, auto_spans, layer_kinds, left_out, spans_text
 from deltaline_server.models.weights import CPU, LayerLoader, random_init
+from deltaline_server.ranks import Ranks
 from deltaline_server.step import SpanShapes
 
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
@@ -58,6 +59,7 @@ class ModelOptions:
     spans: what a step may address; None for one span of all `layers` in block scope, one for each in mixer scope;
         AUTO for spans of those among them that can be served. Layers of no span are not loaded.
     dtype: None for the checkpoint's, float32 where it names none.
+    ranks: what joins the outputs of the ranks that share the model; None leaves each its summand.
     adapters: None for none. max_context: most tokens of a sequence of a model with attention, 0 for the checkpoint's.
     stream_ends: of a model with residual streams, which of its ends the spans have.
     """
@@ -72,6 +74,7 @@ class ModelOptions:
     dtype: torch.dtype | None = None
     rank: int = 0
     world_size: int = 1
+    ranks: Ranks | None = None
     adapters: AdapterOptions | None = None
     max_context: int = 0
     stream_ends: StreamEnds = StreamEnds.NONE
@@ -292,7 +295,7 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
         spans, left = _choose_spans(config, options)
         layers = sorted(layer for span in spans for layer in span)
         dtype = options.dtype or getattr(torch, config.dtype or "float32")
-        placement = Placement(_with_index(device), dtype, options.rank, options.world_size)
+        placement = Placement(_with_index(device), dtype, options.rank, options.world_size, options.ranks)
         hashed = HashedTensors(checkpoint) if hashes and checkpoint is not None else None
         source = hashed or checkpoint or random_init(config, layers, options.scope, options.seed, placement.device)
         loader = LayerLoader(source, config, layers, options.scope, placement)

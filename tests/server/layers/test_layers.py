@@ -104,20 +104,18 @@ def test_a_split_prefill_is_a_whole_one(oracle: Oracle, device: str, split: int)
     assert_close(torch.cat(parts), oracle.run(ALL, hidden))
 
 
+# The ranks of mamba2 norm together: test_tensor_parallel has them.
+@pytest.mark.parametrize("oracle", ["qwen3_next", "qwen3_5_text", "nemotron_h"], indirect=True)
 @pytest.mark.parametrize("layer", [1, 2])
 def test_the_mixer_outputs_of_two_ranks_sum_to_the_whole(oracle: Oracle, device: str, layer: int) -> None:
-    if oracle.model.config.model_type == "mamba2":
-        with pytest.raises(ModelError, match="world_size: expected a divisor of 1 groups of the mixer's norm, got 2"):
-            load_model(oracle.options(device, rank=0, world_size=2))
-        return
     span, hidden = range(layer, layer + 1), torch.randn(70, HIDDEN)
     options = oracle.options(device, scope=Scope.MIXER, layers=span)
     first, second = (serve(replace(options, rank=rank, world_size=2)).step(hidden, [1], [70]) for rank in (0, 1))
     assert_close(first + second, oracle.run(span, hidden, scope=Scope.MIXER))
     with pytest.raises(
-        ModelError, match=r"world_size: expected a divisor of 2 (key-value heads|key heads|groups), got"
+        ModelError, match=r"world_size: expected a divisor (of 4 heads|of 6 query heads|of 2 key heads), got 8"
     ):
-        load_model(replace(options, world_size=4))
+        load_model(replace(options, world_size=8))
 
 
 def test_bfloat16_follows_the_checkpoint_model(

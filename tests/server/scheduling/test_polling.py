@@ -29,6 +29,7 @@ class HeldDevice:
     """Computes a batch when it is told to, the first one first. What happens is noted."""
 
     is_asynchronous = True
+    is_gone = False
 
     def __init__(self) -> None:
         self.launched_by: list[int] = []

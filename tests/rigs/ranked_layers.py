@@ -1,0 +1,124 @@
+"""Small models of every family and what a rank, or the one process there is, computes of the same steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rigs.adapter_cases import PREFIX, adapter_config, plan_adapter, poisoned
+from rigs.layer_oracle import MAX_DRAFT, Served, serve
+from rigs.small_models import BAMBA, EXPERTS, GATED_DELTA_NET, GRANITE, HIDDEN, HYBRID, MAMBA2
+from torch import Tensor
+
+from deltaline_server.layers.state_pool import LayerState
+from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, open_weights
+from deltaline_server.ranks import Ranks
+
+# Of 2 key-value heads, 4 ranks have the same one by twos; likewise of Mamba2's 2 groups, whose norm has one.
+_LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+_ATTENTION = {"num_attention_heads": 8, "attention_bias": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "gated-delta-net": GATED_DELTA_NET | _LINEAR,
+    "hybrid": HYBRID | _LINEAR | _ATTENTION,
+    "experts": EXPERTS | _LINEAR | _ATTENTION,
+    "interleaved": EXPERTS | _LINEAR | _ATTENTION | {"model_type": "qwen3_next"},
+    "streams": HYBRID | _LINEAR | _ATTENTION | {"hc_mult": 2},
+    "mamba2": MAMBA2 | {"use_bias": True},
+    "nemotron": {
+        "model_type": "nemotron_h",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 32,
+        "n_groups": 4,
+        "layers_block_type": ["linear_attention"] * 2,
+    },
+    "bamba": BAMBA | {"num_attention_heads": 8, "mlp_bias": True},
+    "granite": GRANITE | {"num_attention_heads": 8},
+}
+# A prefill; drafts beside a decode; a decode that commits two drafts; another. Of two rows each: lengths, which are
+# drafts, how many are accepted.
+STEPS: tuple[tuple[tuple[int, int], tuple[bool, bool], tuple[int, int]], ...] = (
+    ((70, 33), (False, False), (0, 0)),
+    ((MAX_DRAFT, 1), (True, False), (0, 0)),
+    ((1, 1), (False, False), (2, 0)),
+    ((1, 1), (False, False), (0, 0)),
+)
+# What the state of a layer is called among what was computed, before its place.
+STATE = "state of layer "
+
+
+def write_configs(folder: Path, models: Mapping[str, Mapping[str, Any]] = MODELS) -> dict[str, Path]:
+    """Write a config.json of each model."""
+    paths = {name: folder / f"{name}.json" for name in models}
+    for name, path in paths.items():
+        path.write_text(json.dumps(models[name]))
+    return paths
+
+
+def play(served: Served, seeds: Sequence[int], lines: Sequence[int], slots: Sequence[int] | None = None) -> Tensor:
+    """Compute STEPS on two lines, each with inputs of its own seed; the outputs of the first row, then of the other."""
+    sources = [torch.Generator().manual_seed(seed) for seed in seeds]
+    rows: tuple[list[Tensor], list[Tensor]] = [], []
+    for lengths, is_draft, accepted in STEPS:
+        shape = served.model.ends[0].input_shape
+        hidden = [torch.randn(n, *shape, generator=source) for n, source in zip(lengths, sources, strict=True)]
+        made = served.step(torch.cat(hidden), lines, lengths, verify=is_draft, accepted=accepted, slots=slots)
+        for row, part in zip(rows, made.split(lengths), strict=True):
+            row.append(part)
+    return torch.cat([*rows[0], *rows[1]])
+
+
+def play_all(
+    ranks: Ranks | None, configs: Mapping[str, Path], dtype: torch.dtype = torch.float32
+) -> dict[str, dict[str, Tensor]]:
+    """Compute the steps of every model: once, once more, with another second row, and with an adapter on the first.
+
+    And what is left of it: recurrent states and keys, their heads second. ranks: None for the whole model.
+    """
+    made = {}
+    for name, path in configs.items():
+        options = ModelOptions(torch.device("cpu"), random_init=path, dtype=dtype, adapters=AdapterOptions(1, 8))
+        if ranks is not None:
+            options = replace(options, rank=ranks.rank, world_size=ranks.world_size, ranks=ranks)
+        served = serve(options, lines=8)
+        adapt(served.model, options)
+        made[name] = {
+            "once": play(served, (1, 2), (1, 2)),
+            "again": play(served, (1, 2), (3, 4)),
+            "beside another": play(served, (1, 3), (5, 6)),
+            "adapted": play(served, (1, 2), (7, 8), (0, -1)),
+        }
+        for number, state in enumerate(served.pool.layers):
+            kept = state.recurrent if isinstance(state, LayerState) else state.k_pages.nan_to_num().transpose(1, 2)
+            made[name][f"{STATE}{number}"] = kept.contiguous()
+    return made
+
+
+def sum_summands(ranks: Ranks, summands: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Sum tensors over the ranks. summands: of each rank, its summand of each of them."""
+    return [ranks.sum(summand) for summand in summands[ranks.rank]]
+
+
+def adapt(model: Model, options: ModelOptions) -> None:
+    """Write an adapter of all modules into place 0, DoRA: its B and magnitudes are of the model's own rows."""
+    tensors: dict[str, Tensor] = {}
+    source = torch.Generator().manual_seed(0)
+    for layer in model.layout.layers:
+        for module in model.layout.modules(layer):
+            stem = f"{PREFIX}model.layers.{layer}.{module.name}"
+            a = torch.randn(3, module.columns, generator=source) / module.columns**0.5
+            tensors |= {
+                f"{stem}.lora_A.weight": a,
+                f"{stem}.lora_B.weight": torch.randn(module.rows, 3, generator=source),
+            }
+            tensors[f"{stem}.lora_magnitude_vector"] = torch.rand(module.rows, generator=source) + 0.5
+    plan = plan_adapter(model.layout, adapter_config(use_dora=True), tensors)
+    assert model.adapters is not None
+    with open_weights(options) as weights:
+        model.adapters.write(0, plan.load(weights, poisoned))
