@@ -35,6 +35,7 @@ from deltaline_server.models.config import Scope
 from deltaline_server.models.kernel_check import check_kernels
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.models.servable import Auto
+from deltaline_server.moving.records import MovedRecords
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots import layout
@@ -78,6 +79,8 @@ class Runtime:
     adapters: Adapters | None
     """None where the server keeps none."""
     tiers: Tiers
+    records: MovedRecords | None
+    """None where there is no folder for them."""
 
     @classmethod
     def build(
@@ -156,8 +159,23 @@ class Runtime:
             exchange=exchange,
             wholes=wholes,
         )
+        records = None
+        if tiers.directory is not None:
+            records = MovedRecords(tiers.directory, table.moved, table.max_lease_s, wall_clock)
         return cls(
-            config, model, pool, executor, engine, table, scheduler, states, regions, link_regions, adapters, tiers
+            config,
+            model,
+            pool,
+            executor,
+            engine,
+            table,
+            scheduler,
+            states,
+            regions,
+            link_regions,
+            adapters,
+            tiers,
+            records,
         )
 
     @property
@@ -176,8 +194,9 @@ class Runtime:
         except Exception as error:
             raise ModelError(f"the first batch failed on this device: {error}") from error
 
-    async def find_stored(self, number_of: Callable[[str], int | None]) -> None:
-        """Find the snapshots that an earlier server left in files. To be called once, before the first call is taken.
+    async def find_stored(self, number_of: Callable[[str], int | None], name: str) -> None:
+        """Find the snapshots that an earlier server left in files, and where sequences live that one of this name has
+        moved. To be called once, before the first call is taken.
 
         number_of: a principal's number by its name, None where there can be no such. Raises ModelError.
         """
@@ -185,6 +204,8 @@ class Runtime:
             await self.states.find_stored(number_of)
         except OSError as error:
             raise ModelError(f"--state-dir: expected a folder that can be read ({error.strerror})") from error
+        if self.records is not None:
+            await self.records.load(name)
 
     def reap(self) -> None:
         """End what has outlived its lease. To be called on the event loop, again and again."""
