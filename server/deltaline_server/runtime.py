@@ -35,6 +35,8 @@ from deltaline_server.models.config import Scope
 from deltaline_server.models.kernel_check import check_kernels
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.models.servable import Auto
+from deltaline_server.moving.mover import Mover
+from deltaline_server.moving.peers import Peers
 from deltaline_server.moving.records import MovedRecords
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
@@ -73,14 +75,13 @@ class Runtime:
     table: SequenceTable
     scheduler: Scheduler
     states: States
+    mover: Mover
     regions: Regions
     link_regions: Regions
     """Memory of the local link."""
     adapters: Adapters | None
     """None where the server keeps none."""
     tiers: Tiers
-    records: MovedRecords | None
-    """None where there is no folder for them."""
 
     @classmethod
     def build(
@@ -162,6 +163,7 @@ class Runtime:
         records = None
         if tiers.directory is not None:
             records = MovedRecords(tiers.directory, table.moved, table.max_lease_s, wall_clock)
+        mover = Mover(states, table, Peers.of(config), records)
         return cls(
             config,
             model,
@@ -171,11 +173,11 @@ class Runtime:
             table,
             scheduler,
             states,
+            mover,
             regions,
             link_regions,
             adapters,
             tiers,
-            records,
         )
 
     @property
@@ -204,8 +206,8 @@ class Runtime:
             await self.states.find_stored(number_of)
         except OSError as error:
             raise ModelError(f"--state-dir: expected a folder that can be read ({error.strerror})") from error
-        if self.records is not None:
-            await self.records.load(name)
+        if self.mover.records is not None:
+            await self.mover.records.load(name)
 
     def reap(self) -> None:
         """End what has outlived its lease. To be called on the event loop, again and again."""

@@ -112,7 +112,7 @@ async def test_the_next_server_of_the_name_tells_it_too(
         "state_dir_bytes": 1 << 22,
     }
     async with make_server(advertise="here:1", **options) as server:
-        table, records = server.runtime.table, server.runtime.records
+        table, records = server.runtime.table, server.runtime.mover.records
         opened = pb.OpenSequencesResponse(server_epoch=table.server_epoch, sequence=table.open(2).handles.tolist())
         assert records is not None
         await records.add(table.server_epoch, opened.sequence[1], "anonymous", OWNER, 60.0)
