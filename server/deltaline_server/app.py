@@ -265,7 +265,7 @@ class Server:
 
     async def _prepare(self, runtime: Runtime) -> None:
         """Make the device ready for batches, and say how far it is; find snapshots."""
-        await runtime.find_stored(self.principals.number_of)
+        await runtime.find_stored(self.principals.number_of, self.identity.name)
         begin_s, progress = self._clock(), [0, 0]
 
         def report(done: int, total: int) -> None:

@@ -37,6 +37,7 @@ from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, c
 from deltaline_server.models.servable import Auto
 from deltaline_server.moving.mover import Mover
 from deltaline_server.moving.peers import Peers
+from deltaline_server.moving.records import MovedRecords
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots import layout
@@ -159,7 +160,10 @@ class Runtime:
             exchange=exchange,
             wholes=wholes,
         )
-        mover = Mover(states, table, Peers.of(config))
+        records = None
+        if tiers.directory is not None:
+            records = MovedRecords(tiers.directory, table.moved, table.max_lease_s, wall_clock)
+        mover = Mover(states, table, Peers.of(config), records)
         return cls(
             config,
             model,
@@ -192,8 +196,9 @@ class Runtime:
         except Exception as error:
             raise ModelError(f"the first batch failed on this device: {error}") from error
 
-    async def find_stored(self, number_of: Callable[[str], int | None]) -> None:
-        """Find the snapshots that an earlier server left in files. To be called once, before the first call is taken.
+    async def find_stored(self, number_of: Callable[[str], int | None], name: str) -> None:
+        """Find the snapshots that an earlier server left in files, and where sequences live that one of this name has
+        moved. To be called once, before the first call is taken.
 
         number_of: a principal's number by its name, None where there can be no such. Raises ModelError.
         """
@@ -201,6 +206,8 @@ class Runtime:
             await self.states.find_stored(number_of)
         except OSError as error:
             raise ModelError(f"--state-dir: expected a folder that can be read ({error.strerror})") from error
+        if self.mover.records is not None:
+            await self.mover.records.load(name)
 
     def reap(self) -> None:
         """End what has outlived its lease. To be called on the event loop, again and again."""

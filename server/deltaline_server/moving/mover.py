@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.moving.peers import PAUSE_S, WHOLE_S, Peer, Peers
+from deltaline_server.moving.records import MovedRecords
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.header import ID_BYTES
 from deltaline_server.snapshots.states import States
@@ -38,8 +39,9 @@ class Moved(NamedTuple):
 class Mover:
     """Moves sequences of a table to other servers. All methods belong to the event loop's thread."""
 
-    def __init__(self, states: States, table: SequenceTable, peers: Peers) -> None:
-        self._states, self._table, self._peers = states, table, peers
+    def __init__(self, states: States, table: SequenceTable, peers: Peers, records: MovedRecords | None = None) -> None:
+        """records: of moves, for the server that comes after this one; None for none."""
+        self._states, self._table, self._peers, self.records = states, table, peers, records
 
     async def move(self, epoch: int, handles: NDArray[np.uint64], principal: Principal, target: str) -> Moved:
         """Move a principal's sequences, handles uint64 [N], a few at a time, while they are stepped. Each stands still
@@ -65,8 +67,8 @@ class Mover:
         return Moved(owners, {row: refusal for row, refusal in refusals.items() if row not in owners})
 
     async def _move_one(self, epoch: int, handle: NDArray[np.uint64], principal: Principal, peer: Peer) -> Owner:
-        """One sequence's move, handle uint64 [1]. Raises RequestError as States.stored and Peer.open do, and of a
-        sequence that is over meanwhile; then it has not left."""
+        """One sequence's move, handle uint64 [1]. Raises RequestError as States.stored, Peer.open and MovedRecords.add
+        do, and of a sequence that is over meanwhile; then it has not left."""
         exchange, request_id = self._states.existing_exchange(), secrets.token_bytes(ID_BYTES)
         with exchange.on_its_way(principal):
             async with self._states.stored(epoch, handle, principal, is_leaving=True) as id:
@@ -81,6 +83,9 @@ class Mover:
                         if error.refusal.reason is not Reason.MOVE_FAILED or not left:
                             raise
                 try:
+                    if self.records is not None:  # before anybody may know
+                        at = epoch, int(handle[0])
+                        await self.records.add(*at, principal.name, owner, lease_ms / 1000)
                     self._states.let_go(epoch, handle, principal, owner)
                 except BaseException:
                     await peer.close(owner)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from rigs.layer_calls import detail, make_step, refused, status_of
+from rigs.layer_calls import detail, make_step, reason_of, refused, status_of
 
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import state_service_pb2 as state_pb
+from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
 from deltaline.v1.state_service_pb2_grpc import StateServiceStub
 from deltaline_server.app import Server
 from deltaline_server.tables.moved import Owner
@@ -98,6 +100,35 @@ async def test_calls_for_states_end_with_it(
     one = state_pb.ExportStateRequest(server_epoch=moved.server_epoch, sequence=moved.sequence[1])
     assert owner_told(status_of(await refused(anext(aiter(state.ExportState(one)))))) == told(0)
     assert list((await stub.Step(make_step(moved, 2, slice(1)))).position) == [2], "the other one goes on"
+
+
+@pytest.mark.parametrize("name", ["here:1", "another:1"])
+async def test_the_next_server_of_the_name_tells_it_too(
+    make_server: Callable[..., Server], tmp_path: Path, name: str
+) -> None:
+    options: dict[str, Any] = {
+        "host_state_bytes": 1 << 22,
+        "state_dir": str(tmp_path / "states"),
+        "state_dir_bytes": 1 << 22,
+    }
+    async with make_server(advertise="here:1", **options) as server:
+        table, records = server.runtime.table, server.runtime.mover.records
+        opened = pb.OpenSequencesResponse(server_epoch=table.server_epoch, sequence=table.open(2).handles.tolist())
+        assert records is not None
+        await records.add(table.server_epoch, opened.sequence[1], "anonymous", OWNER, 60.0)
+    async with make_server(advertise=name, **options) as after, grpc.aio.insecure_channel(after.address) as channel:
+        stub: Any = LayerServiceStub(channel)
+        names: dict[str, Any] = {"server_epoch": opened.server_epoch, "sequence": opened.sequence}
+        described = await stub.DescribeSequences(pb.DescribeSequencesRequest(**names))
+        statuses = [one.status for one in (await stub.Step(make_step(opened, 1))).row_status]
+        assert described.sequences[0].state == pb.SEQUENCE_STATE_LOST
+        assert reason_of(statuses[0]) == "STATE_LOST"
+        if name == "here:1":
+            assert described.sequences[1].state == pb.SEQUENCE_STATE_ELSEWHERE
+            assert [one.server for one in described.moved] == [OWNER.server]
+            assert owner_told(statuses[1]) == told(1)
+        else:
+            assert not described.moved and reason_of(statuses[1]) == "STATE_LOST"
 
 
 async def test_who_asks_for_moved_sequences_is_not_slowed(server: Server, stub: Any, moved: Any) -> None:
