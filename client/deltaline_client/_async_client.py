@@ -23,7 +23,18 @@ from deltaline_client._steps import step as steps
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._transport.async_transport import AsyncTransport
 from deltaline_client._transport.caller import Caller
-from deltaline_client._transport.flow import Call, Flow, Found, Receive, Reroute, Send, Sleep, TakeMemory, awaited
+from deltaline_client._transport.flow import (
+    Call,
+    Flow,
+    Found,
+    MayGo,
+    Receive,
+    Reroute,
+    Send,
+    Sleep,
+    TakeMemory,
+    awaited,
+)
 from deltaline_client._transport.retry import Retry
 from deltaline_client._transport.token import Token
 
@@ -80,6 +91,8 @@ class AsyncClient(ClientState):
                             result = await self._transport.find(command)
                         case Reroute():
                             result = session.turn(command)
+                        case MayGo():
+                            result = session.may_go(command)
                         case TakeMemory():
                             result = await session.memory(command)
                 except DeltalineError as error:

@@ -22,7 +22,18 @@ from deltaline_client._steps import commit as commits
 from deltaline_client._steps import step as steps
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._transport.caller import Caller
-from deltaline_client._transport.flow import Call, Flow, Found, Receive, Reroute, Send, Sleep, TakeMemory, blocking
+from deltaline_client._transport.flow import (
+    Call,
+    Flow,
+    Found,
+    MayGo,
+    Receive,
+    Reroute,
+    Send,
+    Sleep,
+    TakeMemory,
+    blocking,
+)
 from deltaline_client._transport.retry import Retry
 from deltaline_client._transport.token import Token
 from deltaline_client._transport.transport import Transport
@@ -101,6 +112,8 @@ class Client(ClientState):
                             result = self._transport.find(command)
                         case Reroute():
                             result = session.turn(command)
+                        case MayGo():
+                            result = session.may_go(command)
                         case TakeMemory():
                             result = session.memory(command)
                 except DeltalineError as error:

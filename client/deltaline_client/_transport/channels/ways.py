@@ -130,6 +130,11 @@ class Ways(Generic[S]):
             self._is_closed = True
             return [way.stream for way in self._made.values()], list(self._channels.values())
 
+    def may_go(self, server: str) -> bool:
+        """Whether calls may go to a server by its name: to the address that the client was given, or where it may
+        follow."""
+        return server == self._address or self._may_follow(server)
+
     def _may_follow(self, server: str) -> bool:
         """Whether calls may go to a server's own address, and that is another than the client was given."""
         if server in ("", self._address):
