@@ -17,7 +17,7 @@ from deltaline_client._snapshots import calls as snapshot_calls
 from deltaline_client._snapshots import files as snapshot_files
 from deltaline_client._snapshots.snapshot import SnapshotRecord, SnapshotsRecord, holder_of, id_of
 from deltaline_client._state import ClientState, empty, info
-from deltaline_client._steps import calls, sequences
+from deltaline_client._steps import calls, moves, sequences
 from deltaline_client._steps import commit as commits
 from deltaline_client._steps import step as steps
 from deltaline_client._steps.sequence import SequenceRecord
@@ -178,6 +178,7 @@ class AsyncClient(ClientState):
     commit = awaited(commits.commit)
     close = awaited(sequences.close)
     describe = awaited(sequences.describe)
+    move = awaited(moves.move)
     renew = awaited(sequences.renew)
     info = awaited(info)
     empty = awaited(empty)

@@ -17,7 +17,7 @@ from deltaline_client._snapshots import calls as snapshot_calls
 from deltaline_client._snapshots import files as snapshot_files
 from deltaline_client._snapshots.snapshot import SnapshotRecord, SnapshotsRecord, holder_of, id_of
 from deltaline_client._state import ClientState, empty, info
-from deltaline_client._steps import calls, sequences
+from deltaline_client._steps import calls, moves, sequences
 from deltaline_client._steps import commit as commits
 from deltaline_client._steps import step as steps
 from deltaline_client._steps.sequence import SequenceRecord
@@ -198,6 +198,7 @@ class Client(ClientState):
     commit = blocking(commits.commit)
     close = blocking(sequences.close)
     describe = blocking(sequences.describe)
+    move = blocking(moves.move)
     renew = blocking(sequences.renew)
     info = blocking(info)
     empty = blocking(empty)

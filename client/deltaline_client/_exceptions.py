@@ -25,6 +25,7 @@ DeltalineError
 ├── ServerError              the server is going away, or has a bug
 │   Draining, Stopping, Bug
 ├── Disconnected             raised here: the client was disconnected before or during the call
+├── MoveError                some sequences of a move stayed (defined in `_steps.moves`)
 └── StepError                some rows of a batch failed; carries the results of all of them (defined in `_steps.rows`)
 """
 

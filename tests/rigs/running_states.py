@@ -190,7 +190,7 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
                 self._server.move(handle, self._server.targets[request.target])
         response.moved.extend(self._server.owners(request.sequence))
         self._server.leave(fault, context)
-        return response
+        return type(response)() if "MoveSequences" in self.empty_answers else response
 
     def ImportState(self, request_iterator: Any, context: Any) -> Any:
         first = next(request_iterator)

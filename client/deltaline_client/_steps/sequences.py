@@ -148,12 +148,13 @@ def load(client: ClientState) -> Flow[ServerLoad]:
     return ServerLoad.from_proto((yield from retried(client, LOAD, admin.GetLoadRequest())))
 
 
-def drain(client: ClientState, timeout_s: float | None = None) -> Flow[int]:
+def drain(client: ClientState, timeout_s: float | None = None, *, target: str | None = None) -> Flow[int]:
     """Begin the server's drain and return how many sequences are still open.
 
     It opens no more sequences, steps the open ones for timeout_s (default: the server's own), then stops. Idempotent.
+    target: the server to which they are moved meanwhile, as by `move`, whoever's they are; default none.
     """
-    request = admin.DrainRequest(timeout_ms=milliseconds("timeout_s", timeout_s))
+    request = admin.DrainRequest(timeout_ms=milliseconds("timeout_s", timeout_s), target=target or "")
     return (yield from retried(client, DRAIN, request)).sequences_open
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from rigs.running_sum import FAST, Fault, running, tokens
+from rigs.running_sum import Fault, tokens
 
 from deltaline_client import (
     Retry,
@@ -21,32 +21,6 @@ from deltaline_client import (
     StepError,
     Unavailable,
 )
-
-
-@pytest.fixture
-def other() -> Iterator[Any]:
-    with running(78) as fake:
-        yield fake
-
-
-@pytest.fixture
-def third() -> Iterator[Any]:
-    with running(79) as fake:
-        yield fake
-
-
-@pytest.fixture
-def clients(driven: Any, server: Any) -> Iterator[Callable[..., Any]]:
-    """Makes clients of one kind, of the first server."""
-    made: list[Any] = []
-
-    def make(*servers: Any, retry: Retry = FAST) -> Any:
-        made.append(driven.make(server.address, retry=retry, servers=[one.address for one in servers]))
-        return made[-1]
-
-    yield make
-    for client in made:
-        driven.do(client.disconnect())
 
 
 def before(fake: Any, method: str, work: Callable[[], object], skip: int = 0) -> None:
