@@ -7,7 +7,7 @@ request ran.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
 DOMAIN = "deltaline"
@@ -119,6 +119,10 @@ class Refusal:
     metadata: Mapping[str, str] = field(default_factory=dict)
     field: str = ""
     retry_after_s: float | None = None
+
+    def of_row(self, row: int) -> Refusal:
+        """The same, whose metadata tells of which row it speaks."""
+        return replace(self, metadata={**self.metadata, "row": str(row)})
 
 
 class RequestError(Exception):

@@ -306,12 +306,13 @@ class States:
     def _held(self, epoch: int, handles: NDArray[np.uint64], principal: Principal) -> Slots:
         """The slots of sequences that are open. Raises RequestError where one is not, or its state is not finite."""
         slots, states = self._table.lookup(epoch, handles, principal)
-        for slot, state in zip(slots.tolist(), states.tolist(), strict=True):
+        for row, (slot, state) in enumerate(zip(slots.tolist(), states.tolist(), strict=True)):
             if state == SequenceState.POISONED:
                 message = "a computation on the sequence's state failed or gave a value that is not finite"
                 raise RequestError(Reason.STATE_NOT_FINITE, message)
             if state != SequenceState.OPEN:
-                refusal = self._table.refusal(state, slot, 0)
-                raise RequestError(refusal.reason, refusal.message)
+                refusal = self._table.moved_refusals(epoch, handles, states, principal).get(row)
+                refusal = (refusal or self._table.refusal(state, slot, 0)).of_row(row)
+                raise RequestError(refusal.reason, refusal.message, metadata=refusal.metadata)
         self._table.touch(slots)
         return slots
