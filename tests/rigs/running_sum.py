@@ -247,6 +247,7 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         self.leave(fault, context)
         return layers.OpenSequencesResponse(
             server_epoch=self.info.server_epoch,
+            server=self.info.server,
             sequence=self.opened[request.open_token],
             lease_ms=request.lease_ms,
             adapter_hash=self.adapters.get(request.adapter, b""),

@@ -224,7 +224,9 @@ class _GrpcSession:
         way = self._ways.to(name)
         self._used[name] = way, time.monotonic()
         try:
-            return await self._answer(command, way.methods[command.method.path])
+            made = await self._answer(command, way.methods[command.method.path])
+            way.has_answered = True
+            return made
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         except (asyncio.CancelledError, grpc.aio.UsageError):

@@ -259,9 +259,11 @@ class _GrpcSession:
         try:
             metadata = self._ways.caller.metadata(command.server)
             made = method(command.request, timeout=command.timeout_s, metadata=metadata)
-            if command.take is None:
-                return made
-            return _take_all(made, command.take)
+            if command.take is not None:
+                _take_all(made, command.take)
+                made = None
+            way.has_answered = True
+            return made
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         except ValueError:  # what grpc raises on a channel that is closed
