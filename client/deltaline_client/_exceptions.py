@@ -19,11 +19,11 @@ DeltalineError
 ├── ConflictError            the caller and the server disagree about how far the sequence is
 │   StepStale, StepGap, StepConflict, PositionMismatch, VerifyPending, NothingToCommit, CommitConflict,
 │   SpanTooFarAhead, SpansUneven, PredecessorRefused, AdapterExists, AdapterInUse, AdaptersOff, StateMismatch,
-│   HostTierOff, SharedMemoryOff, StepUnfinished, SequenceBusy
+│   HostTierOff, MoveTargetRefused, SharedMemoryOff, StepUnfinished, SequenceBusy
 ├── AccessError              the server does not know who calls, or does not let them: nothing ran
 │   CredentialsMissing, CredentialsUnknown, TokenInPlaintext, RoleMissing
 ├── ServerError              the server is going away, or has a bug
-│   Draining, Stopping, Bug
+│   Draining, Stopping, MoveFailed, Bug
 ├── Disconnected             raised here: the client was disconnected before or during the call
 ├── MoveError                some sequences of a move stayed (defined in `_steps.moves`)
 └── StepError                some rows of a batch failed; carries the results of all of them (defined in `_steps.rows`)
@@ -317,6 +317,11 @@ class HostTierOff(ConflictError, reason="HOST_TIER_OFF"):
     """The server has no host memory for states, by way of which they are exported and imported."""
 
 
+class MoveTargetRefused(ConflictError, reason="MOVE_TARGET_REFUSED"):
+    """The server moves nothing to such a target: it is not one of its peers, can't be reached or verified, or refuses
+    it."""
+
+
 class SharedMemoryOff(ConflictError, reason="SHARED_MEMORY_OFF"):
     """The server shares no memory."""
 
@@ -359,6 +364,10 @@ class Draining(ServerError, reason="DRAINING"):
 
 class Stopping(ServerError, reason="STOPPING"):
     """The server is stopping."""
+
+
+class MoveFailed(ServerError, reason="MOVE_FAILED"):
+    """A sequence was not moved, as its target did not answer; it goes on where it was."""
 
 
 class Bug(ServerError, reason="BUG"):

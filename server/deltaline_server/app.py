@@ -313,6 +313,8 @@ class Server:
             served=runtime.served(),
             identity=self.identity,
             guesses=self._layer_service.guesses,
+            principals=self.principals,
+            mover=runtime.mover,
             settle=scheduler.settle,
             clock=self._clock,
         )

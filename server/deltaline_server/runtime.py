@@ -35,6 +35,8 @@ from deltaline_server.models.config import Scope
 from deltaline_server.models.kernel_check import check_kernels
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.models.servable import Auto
+from deltaline_server.moving.mover import Mover
+from deltaline_server.moving.peers import Peers
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots import layout
@@ -72,6 +74,7 @@ class Runtime:
     table: SequenceTable
     scheduler: Scheduler
     states: States
+    mover: Mover
     regions: Regions
     link_regions: Regions
     """Memory of the local link."""
@@ -156,8 +159,21 @@ class Runtime:
             exchange=exchange,
             wholes=wholes,
         )
+        mover = Mover(states, table, Peers.of(config))
         return cls(
-            config, model, pool, executor, engine, table, scheduler, states, regions, link_regions, adapters, tiers
+            config,
+            model,
+            pool,
+            executor,
+            engine,
+            table,
+            scheduler,
+            states,
+            mover,
+            regions,
+            link_regions,
+            adapters,
+            tiers,
         )
 
     @property

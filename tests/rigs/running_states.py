@@ -181,7 +181,7 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
     def MoveSequences(self, request: Any, context: Any) -> Any:
         fault = self._server.enter("MoveSequences", request, context)
         if request.target not in self._server.targets:
-            self._server.abort(Reason.INVALID_REQUEST, context)
+            self._server.abort(Reason.MOVE_TARGET_REFUSED, context)
         response = pb.MoveSequencesResponse()
         for row, handle in enumerate(request.sequence):
             if row in fault.rows:

@@ -732,8 +732,9 @@ class ImportStateRequest(_message.Message):
     reason INVALID_REQUEST.
     """
     keep_owner: _builtins.bool
-    """Whether it is the principal's, by name, whose it was. From callers with the role `peer` alone: else
-    PERMISSION_DENIED, reason PERMISSION_DENIED. One that is not known here: FAILED_PRECONDITION, reason STATE_MISMATCH.
+    """Whether it is the principal's, by name, whose it was; else it is the caller's. Of others, from callers with the role
+    `peer` alone: else PERMISSION_DENIED, reason ROLE_MISSING. One that is not known here: FAILED_PRECONDITION, reason
+    STATE_MISMATCH.
     """
     def __init__(
         self,
@@ -814,7 +815,8 @@ class MoveSequencesRequest(_message.Message):
     """From OpenSequencesResponse. 0: INVALID_ARGUMENT, reason INVALID_REQUEST."""
     target: _builtins.str
     """HOST:PORT of the server that takes them, one of those that this server was told (`--move-peers`): else
-    FAILED_PRECONDITION, reason MOVE_TARGET_REFUSED, and nothing is sent to it. So is one that can't be verified.
+    FAILED_PRECONDITION, reason MOVE_TARGET_REFUSED, and nothing is sent to it. So is one that can't be reached or
+    verified, that does not let this server in, or is this server.
     """
     @_builtins.property
     def sequence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -852,7 +854,9 @@ class MoveSequencesResponse(_message.Message):
 
     @_builtins.property
     def row_status(self) -> _containers.RepeatedCompositeFieldContainer[_layer_service_pb2.RowStatus]:
-        """Statuses of the others, in row order; they stay here, and go on."""
+        """Statuses of the others, in row order; they stay here, and go on. What the target says, as NO_FREE_LINES or
+        STATE_MISMATCH, is told as it says it; of a target whose answer did not come: UNAVAILABLE, reason MOVE_FAILED.
+        """
 
     def __init__(
         self,

@@ -217,8 +217,9 @@ class LayerService:
 
     async def commit_sequences(self, message: pb.CommitSequencesRequest, context: Context) -> bytes:
         """Fix accepted counts."""
-        self._scheduler.settle()
         commit = requests.read_commit(message, self._served)
+        await self._states.until_none_leaves(commit.handle, current_principal())
+        self._scheduler.settle()
         epoch = self._identity.epoch(commit.server_epoch, context)
         self.guesses.check(context.peer(), current_principal())
         positions, refusals = self._table.commit(

@@ -125,6 +125,12 @@ def commit_response(position: NDArray[np.int64], refusals: Mapping[int, Refusal]
     return response.SerializeToString()
 
 
+def move_response(owners: Mapping[int, Owner], refusals: Mapping[int, Refusal]) -> bytes:
+    """Serialise a MoveSequencesResponse. owners: by row, of those that were moved."""
+    response = state_pb.MoveSequencesResponse(moved=moved_sequences(owners), row_status=row_statuses(refusals))
+    return response.SerializeToString()
+
+
 def close_response(states: Sequence[SequenceState], owners: Mapping[int, Owner]) -> bytes:
     """Serialise a CloseSequencesResponse. owners: by row, of those that were moved."""
     response = pb.CloseSequencesResponse(state=map(_wire_state, states), moved=moved_sequences(owners))

@@ -125,6 +125,12 @@ _STEP_BYTES = (
 )
 
 
+# Where a sequence lives that was moved, or why it was not.
+MOVED_BYTES = max(
+    ROW_STATUS_BYTES, state_pb.MoveSequencesResponse(moved=replies.moved_sequences({_U32: _OWNER})).ByteSize()
+)
+
+
 def describe_bytes(num_spans: int) -> int:
     """Bytes of what is told of a sequence on so many spans."""
     span = pb.SpanProgress(step=_U64, position=_U64, steps_in_flight=_U32, pending_tokens=_U32)

@@ -186,6 +186,10 @@ class SequenceTable:
         """A slot's sequence, which had another lease so far, has this one from now on."""
         self._lease_s[slot], self._deadline_s[slot] = lease_s, self._clock() + lease_s
 
+    def lease_s(self, slot: int) -> float:
+        """How long the lease of a slot's sequence is, in all."""
+        return float(self._lease_s[slot])
+
     def touch(self, slots: Slots) -> None:
         """Renew the leases of slots whose steps were taken or are over; a later deadline stays."""
         deadline_s = self._lease_s.take(slots)

@@ -81,7 +81,9 @@ def test_a_step_whose_outcome_is_unknown_is_sent_again_to_the_owner_which_kept_i
 
 def test_a_move_is_no_attempt(driven: Any, clients: Any, server: Any, other: Any) -> None:
     do, client = driven.do, clients(other, retry=Retry(max_attempts=2, initial_backoff_s=0.0))
-    sequence = do(client.open())
+    sequence, earlier = do(client.open_many(2))
+    server.move(earlier.handle, other)
+    do(earlier.decode(tokens(1)[0]))  # the way there is known
     before(server, "Step", lambda: server.move(sequence.handle, other))
     other.lose("Step")
     np.testing.assert_array_equal(do(sequence.decode(tokens(1)[0])), tokens(1)[0])

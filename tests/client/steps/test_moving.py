@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rigs.running_sum import tokens
 
-from deltaline_client import InvalidRequest, Moved, MoveError, NoFreeLines, ProtocolError, QueueFull, StateElsewhere
+from deltaline_client import Moved, MoveError, MoveTargetRefused, NoFreeLines, ProtocolError, QueueFull, StateElsewhere
 from deltaline_server.errors import Reason
 
 
@@ -87,7 +87,7 @@ def test_what_ends_the_whole_call_is_raised_itself(
 ) -> None:
     do, client = driven.do, clients(other)
     sequences = do(client.open_many(2))
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(MoveTargetRefused):
         do(client.move(sequences, other.address))
     with pytest.raises(TypeError, match="target: expected an address, got FakeServer"):
         do(client.move(sequences, other))

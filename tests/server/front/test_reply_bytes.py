@@ -99,6 +99,10 @@ def row_refusals() -> dict[Reason, Refusal]:
     return made
 
 
+def worst_refusal() -> Refusal:
+    return max(row_refusals().values(), key=lambda refusal: replies.row_statuses({1: refusal})[0].ByteSize())
+
+
 @pytest.mark.parametrize("reason", row_refusals(), ids=lambda reason: str(reason.name))
 def test_no_status_of_a_row_is_larger_than_is_counted(reason: Reason) -> None:
     refusal = row_refusals()[reason]
@@ -113,7 +117,7 @@ TIMING = StepTiming(LONG, LONG, LONG, LONG, 2**31 - 1, 2**31 - 1)
 def worst_step(form: StepForm, refuses: bool) -> StepResult:
     """The largest result of a step: all its rows are refused, or none is."""
     rows = form.num_rows
-    worst = max(row_refusals().values(), key=lambda refusal: replies.row_statuses({1: refusal})[0].ByteSize())
+    worst = worst_refusal()
     start = np.zeros(rows + 1, np.int64) if refuses else form.output_start
     asked = [] if refuses else [(row, one.num_places) for row, one in form.waypoints.items()]
     place = LeftWaypoint(COUNTER, bytes(16))
@@ -190,7 +194,7 @@ def described(num_spans: int) -> SequenceDescription:
 
 
 def commits(count: int) -> bytes:
-    worst = max(row_refusals().values(), key=lambda refusal: replies.row_statuses({1: refusal})[0].ByteSize())
+    worst = worst_refusal()
     return replies.commit_response(np.full(count, COUNTER), dict.fromkeys(range(count), worst))
 
 
@@ -238,6 +242,14 @@ REPLIES: dict[str, tuple[Callable[[int], object], Callable[[int], bytes]]] = {
         ),
         commits,
     ),
+    "MoveSequences": (
+        lambda count: requests.read_handles(np.arange(count), SERVED, reply_bytes.MOVED_BYTES),
+        lambda count: max(
+            replies.move_response(dict.fromkeys(range(count), OWNER), {}),
+            replies.move_response({}, dict.fromkeys(range(count), worst_refusal())),
+            key=len,
+        ),
+    ),
     "ForkSequences": (
         lambda count: requests.read_children(1, count, SERVED),
         lambda count: replies.fork_response(
@@ -264,6 +276,7 @@ ANNOUNCED = {
     "CloseSequences": 14_000,
     "RenewLeases": 14_000,
     "CommitSequences": 8000,
+    "MoveSequences": 8000,
     "ForkSequences": 260_000,
     "CreateSnapshots": 24_000,
     "RestoreSequences": 24_000,
