@@ -339,6 +339,7 @@ class Server:
             principals=self.principals,
             unknown_handles=lambda: self._layer_service.guesses.num_unknown,
             tiers=runtime.tiers.by_name,
+            moves=runtime.mover,
         )
         return served
 
