@@ -35,9 +35,8 @@ from deltaline_server.models.config import Scope
 from deltaline_server.models.kernel_check import check_kernels
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.models.servable import Auto
+from deltaline_server.moving.drain import Drain
 from deltaline_server.moving.mover import Mover
-from deltaline_server.moving.peers import Peers
-from deltaline_server.moving.records import MovedRecords
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots import layout
@@ -76,6 +75,7 @@ class Runtime:
     scheduler: Scheduler
     states: States
     mover: Mover
+    drain: Drain
     regions: Regions
     link_regions: Regions
     """Memory of the local link."""
@@ -160,10 +160,8 @@ class Runtime:
             exchange=exchange,
             wholes=wholes,
         )
-        records = None
-        if tiers.directory is not None:
-            records = MovedRecords(tiers.directory, table.moved, table.max_lease_s, wall_clock)
-        mover = Mover(states, table, Peers.of(config), records)
+        mover = Mover.of(config, states, table, tiers.directory, wall_clock)
+        drain = Drain(mover, table, scheduler, config.drain_timeout_s, clock)
         return cls(
             config,
             model,
@@ -174,6 +172,7 @@ class Runtime:
             scheduler,
             states,
             mover,
+            drain,
             regions,
             link_regions,
             adapters,
@@ -218,6 +217,7 @@ class Runtime:
 
     async def close(self) -> None:
         """Finish loads and what the device has, then free shared memory. Idempotent."""
+        await self.drain.close()
         if self.adapters is not None:
             await self.adapters.close()
         await self.states.close()

@@ -477,7 +477,9 @@ class DrainRequest(_message.Message):
     """
     target: _builtins.str
     """Where existing sequences are moved, as by MoveSequences, while they are stepped: MoveSequencesRequest.target, refused
-    as that. Empty: they stay until they are closed. Those that can't be moved are tried again until the time is over.
+    as that; then no drain begins. Empty: they stay until they are closed. Those that can't be moved are tried again
+    until the time is over. Every target that was ever named takes its turn. The server ends before that once none is
+    open, and each that was moved was told of.
     """
     def __init__(
         self,

@@ -293,7 +293,11 @@ class StateService:
             moved = await self._mover.move(epoch, handles, principal, message.target)
             unknown = [one for one in moved.refusals.values() if one.reason is Reason.SEQUENCE_UNKNOWN]
             self._guesses.add(client, principal, len(unknown))
-            return replies.move_response(moved.owners, moved.refusals)
+            _, states = self._table.lookup(epoch, handles, principal)
+            # Those of earlier moves too.
+            owners = moved.owners | self._table.owners(epoch, handles, states, principal)
+            refusals = {row: refusal for row, refusal in moved.refusals.items() if row not in owners}
+            return replies.move_response(owners, refusals)
 
         return await self._once("MoveSequences", message, work)
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from contextlib import aclosing
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.errors import Reason, Refusal, RequestError
+from deltaline_server.config import Config
+from deltaline_server.errors import Code, Reason, Refusal, RequestError
 from deltaline_server.moving.peers import PAUSE_S, WHOLE_S, Peer, Peers
 from deltaline_server.moving.records import MovedRecords
 from deltaline_server.principal import Principal
+from deltaline_server.snapshots.directory import StateDirectory
 from deltaline_server.snapshots.header import ID_BYTES
 from deltaline_server.snapshots.states import States
 from deltaline_server.tables.moved import Owner
@@ -39,9 +42,32 @@ class Moved(NamedTuple):
 class Mover:
     """Moves sequences of a table to other servers. All methods belong to the event loop's thread."""
 
-    def __init__(self, states: States, table: SequenceTable, peers: Peers, records: MovedRecords | None = None) -> None:
+    def __init__(self, states: States, table: SequenceTable, peers: Peers, records: MovedRecords | None) -> None:
         """records: of moves, for the server that comes after this one; None for none."""
         self._states, self._table, self._peers, self.records = states, table, peers, records
+        self.num_moved = self.num_failed = 0
+        """Sequences that were moved, and how often one that could have been was not."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        states: States,
+        table: SequenceTable,
+        directory: StateDirectory | None,
+        wall_clock: Callable[[], float],
+    ) -> Self:
+        """That of a server's options. directory: of its files, None for none; wall_clock: seconds since 1970."""
+        records = None
+        if directory is not None:
+            records = MovedRecords(directory, table.moved, table.max_lease_s, wall_clock)
+        return cls(states, table, Peers.of(config), records)
+
+    async def check(self, target: str) -> None:
+        """Raise RequestError as `move` does unless sequences may be moved to a server, which answers."""
+        self._states.existing_exchange()
+        async with self._peers.reach(target, self._table.server_epoch):
+            pass
 
     async def move(self, epoch: int, handles: NDArray[np.uint64], principal: Principal, target: str) -> Moved:
         """Move a principal's sequences, handles uint64 [N], a few at a time, while they are stepped. Each stands still
@@ -56,15 +82,15 @@ class Mover:
             async with places:
                 try:
                     owners[row] = await self._move_one(epoch, handles[row : row + 1], principal, peer)
+                    self.num_moved += 1
                 except RequestError as error:
                     refusals[row] = error.refusal
+                    self.num_failed += error.refusal.reason.code != Code.NOT_FOUND
 
         async with self._peers.reach(target, self._table.server_epoch) as peer, asyncio.TaskGroup() as moves:
             for row in range(len(handles)):
                 moves.create_task(move(row, peer))
-        _, states = self._table.lookup(epoch, handles, principal)
-        owners |= self._table.owners(epoch, handles, states, principal)  # those of earlier moves too
-        return Moved(owners, {row: refusal for row, refusal in refusals.items() if row not in owners})
+        return Moved(owners, refusals)
 
     async def _move_one(self, epoch: int, handle: NDArray[np.uint64], principal: Principal, peer: Peer) -> Owner:
         """One sequence's move, handle uint64 [1]. Raises RequestError as States.stored, Peer.open and MovedRecords.add

@@ -86,7 +86,8 @@ class Handles:
         states: NDArray[np.uint8] | Sequence[SequenceState],
         principal: Principal,
     ) -> dict[int, Owner]:
-        """Where those of a principal's sequences live that were moved, by their index; states: of a lookup."""
+        """Where those of a principal's sequences live that were moved, by their index, for it to be told; states: of a
+        lookup."""
         elsewhere = np.flatnonzero(np.asarray(states) == SequenceState.ELSEWHERE).tolist()
-        found = {i: self.moved.find(epoch, int(handles[i]), principal.name) for i in elsewhere}
+        found = {i: self.moved.tell(epoch, int(handles[i]), principal.name) for i in elsewhere}
         return {i: owner for i, owner in found.items() if owner is not None}

@@ -36,6 +36,7 @@ class MovedSequences:
         self._owners: dict[tuple[int, int], tuple[str, Owner]] = {}
         # When each is forgotten: a heap.
         self._ends: list[tuple[float, tuple[int, int]]] = []
+        self._untold: set[tuple[int, int]] = set()
 
     def __len__(self) -> int:
         return len(self._owners)
@@ -43,6 +44,7 @@ class MovedSequences:
     def add(self, epoch: int, handle: int, principal: str, owner: Owner, remaining_s: float) -> None:
         """Tell a principal, by its name, for so long where a sequence lives. Nothing else had its epoch and handle."""
         self._owners[epoch, handle] = principal, owner
+        self._untold.add((epoch, handle))
         heapq.heappush(self._ends, (self._clock() + remaining_s, (epoch, handle)))
         self._forget()
 
@@ -52,6 +54,20 @@ class MovedSequences:
         whose, owner = self._owners.get((epoch, handle), ("", None))
         return owner if whose == principal else None
 
+    def tell(self, epoch: int, handle: int, principal: str) -> Owner | None:
+        """The same, of which the principal is told."""
+        owner = self.find(epoch, handle, principal)
+        if owner is not None:
+            self._untold.discard((epoch, handle))
+        return owner
+
+    def count_untold(self) -> int:
+        """How many moved sequences there are that nobody was told of and somebody may ask for."""
+        self._forget()
+        return len(self._untold)
+
     def _forget(self) -> None:
         while self._ends and (len(self._ends) > self._limit or self._ends[0][0] <= self._clock()):
-            del self._owners[heapq.heappop(self._ends)[1]]
+            _, named = heapq.heappop(self._ends)
+            del self._owners[named]
+            self._untold.discard(named)

@@ -156,6 +156,12 @@ class SequenceTable:
         self.ledger.reset(slots)
         return slots
 
+    def open_by_principal(self) -> list[tuple[Principal, NDArray[np.uint64]]]:
+        """The handles of the sequences that are open, of each principal that has some."""
+        is_open = self._state == SequenceState.OPEN
+        numbers = np.unique(self.principal[is_open]).tolist()
+        return [(self.principals[one], self._handle[is_open & (self.principal == one)]) for one in numbers]
+
     def handles(self, slots: Slots) -> NDArray[np.uint64]:
         """The handles of slots that are in use, uint64 [len(slots)]."""
         return self._handle[slots]
@@ -219,8 +225,10 @@ class SequenceTable:
         The steps that wait for it are refused; its principal is told of the owner for as long as its lease was.
         """
         whose = self.principals[int(self.principal[slot])].name
-        self.moved.add(self.server_epoch, int(self._handle[slot]), whose, owner, float(self._lease_s[slot]))
+        handle = int(self._handle[slot])
+        self.moved.add(self.server_epoch, handle, whose, owner, float(self._lease_s[slot]))
         if self._end(slot, SequenceState.ELSEWHERE) is SequenceState.CLOSING:
+            self.moved.tell(self.server_epoch, handle, whose)
             self.on_let_go(slot, owner.refusal())
 
     def end_frozen_reads(self, span: int | slice, slots: Slots) -> None:
