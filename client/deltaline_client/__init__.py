@@ -42,6 +42,8 @@ from deltaline_client._exceptions import (
     InvalidTensor,
     InvalidWaypoint,
     MessageTooLarge,
+    MoveFailed,
+    MoveTargetRefused,
     NoFreeLines,
     NonFiniteInput,
     NoSnapshotLines,
@@ -92,6 +94,7 @@ from deltaline_client._exceptions import (
 )
 from deltaline_client._prefixes import Prefix, PrefixMatch, PrefixMiss, Reuse, Tier, Waypoint, Waypoints
 from deltaline_client._snapshots.snapshot import SnapshotState
+from deltaline_client._steps.moves import Moved, MoveError
 from deltaline_client._steps.rows import Row, RowResult, StepError, StepResult
 from deltaline_client._transport.retry import Retry
 from deltaline_client._types import (
@@ -148,6 +151,10 @@ __all__ = [
     "LayerSpan",
     "LoadedAdapter",
     "MessageTooLarge",
+    "MoveError",
+    "MoveFailed",
+    "MoveTargetRefused",
+    "Moved",
     "NoFreeLines",
     "NoSnapshotLines",
     "NonFiniteInput",

@@ -17,13 +17,24 @@ from deltaline_client._snapshots import calls as snapshot_calls
 from deltaline_client._snapshots import files as snapshot_files
 from deltaline_client._snapshots.snapshot import SnapshotRecord, SnapshotsRecord, holder_of, id_of
 from deltaline_client._state import ClientState, empty, info
-from deltaline_client._steps import calls, sequences
+from deltaline_client._steps import calls, moves, sequences
 from deltaline_client._steps import commit as commits
 from deltaline_client._steps import step as steps
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._transport.async_transport import AsyncTransport
 from deltaline_client._transport.caller import Caller
-from deltaline_client._transport.flow import Call, Flow, Found, Receive, Reroute, Send, Sleep, TakeMemory, awaited
+from deltaline_client._transport.flow import (
+    Call,
+    Flow,
+    Found,
+    MayGo,
+    Receive,
+    Reroute,
+    Send,
+    Sleep,
+    TakeMemory,
+    awaited,
+)
 from deltaline_client._transport.retry import Retry
 from deltaline_client._transport.token import Token
 
@@ -80,6 +91,8 @@ class AsyncClient(ClientState):
                             result = await self._transport.find(command)
                         case Reroute():
                             result = session.turn(command)
+                        case MayGo():
+                            result = session.may_go(command)
                         case TakeMemory():
                             result = await session.memory(command)
                 except DeltalineError as error:
@@ -165,6 +178,7 @@ class AsyncClient(ClientState):
     commit = awaited(commits.commit)
     close = awaited(sequences.close)
     describe = awaited(sequences.describe)
+    move = awaited(moves.move)
     renew = awaited(sequences.renew)
     info = awaited(info)
     empty = awaited(empty)

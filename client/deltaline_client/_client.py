@@ -17,12 +17,23 @@ from deltaline_client._snapshots import calls as snapshot_calls
 from deltaline_client._snapshots import files as snapshot_files
 from deltaline_client._snapshots.snapshot import SnapshotRecord, SnapshotsRecord, holder_of, id_of
 from deltaline_client._state import ClientState, empty, info
-from deltaline_client._steps import calls, sequences
+from deltaline_client._steps import calls, moves, sequences
 from deltaline_client._steps import commit as commits
 from deltaline_client._steps import step as steps
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._transport.caller import Caller
-from deltaline_client._transport.flow import Call, Flow, Found, Receive, Reroute, Send, Sleep, TakeMemory, blocking
+from deltaline_client._transport.flow import (
+    Call,
+    Flow,
+    Found,
+    MayGo,
+    Receive,
+    Reroute,
+    Send,
+    Sleep,
+    TakeMemory,
+    blocking,
+)
 from deltaline_client._transport.retry import Retry
 from deltaline_client._transport.token import Token
 from deltaline_client._transport.transport import Transport
@@ -101,6 +112,8 @@ class Client(ClientState):
                             result = self._transport.find(command)
                         case Reroute():
                             result = session.turn(command)
+                        case MayGo():
+                            result = session.may_go(command)
                         case TakeMemory():
                             result = session.memory(command)
                 except DeltalineError as error:
@@ -185,6 +198,7 @@ class Client(ClientState):
     commit = blocking(commits.commit)
     close = blocking(sequences.close)
     describe = blocking(sequences.describe)
+    move = blocking(moves.move)
     renew = blocking(sequences.renew)
     info = blocking(info)
     empty = blocking(empty)

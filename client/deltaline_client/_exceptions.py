@@ -19,18 +19,22 @@ DeltalineError
 ├── ConflictError            the caller and the server disagree about how far the sequence is
 │   StepStale, StepGap, StepConflict, PositionMismatch, VerifyPending, NothingToCommit, CommitConflict,
 │   SpanTooFarAhead, SpansUneven, PredecessorRefused, AdapterExists, AdapterInUse, AdaptersOff, StateMismatch,
-│   HostTierOff, SharedMemoryOff, StepUnfinished, SequenceBusy
+│   HostTierOff, MoveTargetRefused, SharedMemoryOff, StepUnfinished, SequenceBusy
 ├── AccessError              the server does not know who calls, or does not let them: nothing ran
 │   CredentialsMissing, CredentialsUnknown, TokenInPlaintext, RoleMissing
 ├── ServerError              the server is going away, or has a bug
-│   Draining, Stopping, Bug
+│   Draining, Stopping, MoveFailed, Bug
 ├── Disconnected             raised here: the client was disconnected before or during the call
+├── MoveError                some sequences of a move stayed (defined in `_steps.moves`)
 └── StepError                some rows of a batch failed; carries the results of all of them (defined in `_steps.rows`)
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+
+_DECIMAL = re.compile(r"[1-9][0-9]{0,19}")
 
 BY_REASON: dict[str, type[DeltalineError]] = {}
 """The service's reasons, and the exception that each is raised as."""
@@ -217,7 +221,20 @@ class StateLost(StateError, reason="STATE_LOST"):
 
 
 class StateElsewhere(StateError, reason="STATE_ELSEWHERE"):
-    """The call came to another server than the one that holds it, which may live; nothing was done."""
+    """The call came to another server than the one that holds it, which may live; nothing was done.
+
+    server, server_epoch, handle: where it was moved, as far as that was told; "" and 0 where it was not. A client
+    follows by itself where it may go there.
+    """
+
+    def __init__(
+        self, message: str, *, metadata: Mapping[str, str] | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, metadata=metadata, retry_after_s=retry_after_s)
+        server, epoch, handle = map(self.metadata.get, ("server", "server_epoch", "sequence"))
+        self.server, self.server_epoch, self.handle = "", 0, 0
+        if server and all(number and _DECIMAL.fullmatch(number) and int(number) < 2**64 for number in (epoch, handle)):
+            self.server, self.server_epoch, self.handle = server, int(epoch or 0), int(handle or 0)
 
 
 class SnapshotUnknown(StateError, reason="SNAPSHOT_UNKNOWN"):
@@ -300,6 +317,11 @@ class HostTierOff(ConflictError, reason="HOST_TIER_OFF"):
     """The server has no host memory for states, by way of which they are exported and imported."""
 
 
+class MoveTargetRefused(ConflictError, reason="MOVE_TARGET_REFUSED"):
+    """The server moves nothing to such a target: it is not one of its peers, can't be reached or verified, or refuses
+    it."""
+
+
 class SharedMemoryOff(ConflictError, reason="SHARED_MEMORY_OFF"):
     """The server shares no memory."""
 
@@ -342,6 +364,10 @@ class Draining(ServerError, reason="DRAINING"):
 
 class Stopping(ServerError, reason="STOPPING"):
     """The server is stopping."""
+
+
+class MoveFailed(ServerError, reason="MOVE_FAILED"):
+    """A sequence was not moved, as its target did not answer; it goes on where it was."""
 
 
 class Bug(ServerError, reason="BUG"):

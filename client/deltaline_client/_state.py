@@ -90,8 +90,18 @@ def rerouted(server: Server | None, error: DeltalineError) -> Flow[bool]:
     there is one."""
     if server is None or not isinstance(error, TransportError | StateElsewhere):
         return False
+    if isinstance(error, StateElsewhere) and error.server:
+        return False  # it found its way: what it is about was moved
     is_other: bool = yield Reroute(server, isinstance(error, StateElsewhere))
     return is_other
+
+
+def answerer(response: Any, asked: Server | None) -> Server:
+    """Who gave a reply: the one that was asked, None for any, unless another process did. A server may have no name of
+    its own, and be known by the one under which a sequence was moved there."""
+    if asked is not None and asked.epoch == response.server_epoch:
+        return asked
+    return Server(response.server_epoch, response.server)
 
 
 def info(client: ClientState, *, refresh: bool = False) -> Flow[ServerInfo]:

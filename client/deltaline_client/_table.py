@@ -10,17 +10,19 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_client._exceptions import SequenceBusy
+from deltaline_client._transport.flow import Server
 
 Slots: TypeAlias = NDArray[np.intp]
 Numbers: TypeAlias = NDArray[np.int64]
 
 _FIRST_SLOTS = 64
+_NOBODY = Server(0, "")
 
 
 class Column(IntEnum):
@@ -93,10 +95,17 @@ class Ledger:
         self._numbers[POSITION, slots] = position
 
 
-class SequenceTable:
-    """Slots of sequences, their handles and server epochs, and a Ledger per span. Threads may share it.
+class Home(NamedTuple):
+    """Where a sequence lives: the server process that holds it, and its handle there."""
 
-    epochs: all that it has seen.
+    at: Server
+    handle: int
+
+
+class SequenceTable:
+    """Slots of sequences, where each lives, and a Ledger per span. Threads may share it.
+
+    epochs: of the processes that sequences were opened at. moves: how often one was moved.
     """
 
     def __init__(self) -> None:
@@ -107,31 +116,49 @@ class SequenceTable:
         self._ledgers: dict[int, Ledger] = {}
         self._handles: NDArray[np.uint64] = np.zeros(0, "<u8")
         self._epochs: NDArray[np.uint64] = np.zeros(0, "<u8")
+        self._servers: list[Server] = []
         # Of the spans that have no ledger yet.
         self._begins: Numbers = np.zeros(0, "<i8")
         self.epochs = set[int]()
+        self.moves = 0
 
-    def take(self, handles: Sequence[int], server_epoch: int, position: int = 0) -> list[int]:
-        """A slot for each of some sequences, which have done nothing yet on any span and begin at a position on all."""
+    def take(self, handles: Sequence[int], at: Server, position: int = 0) -> list[int]:
+        """A slot for each of some sequences of a server, which have done nothing yet and begin at a position, on every
+        span."""
         with self._lock:
             while self._dropped:
                 self._free.append(self._dropped.popleft())
             while len(self._free) < len(handles):
                 self._grow()
             slots = [self._free.pop() for _ in handles]
-            self._handles[slots], self._epochs[slots], self._begins[slots] = handles, server_epoch, position
-            self.epochs.add(server_epoch)
+            self._handles[slots], self._epochs[slots], self._begins[slots] = handles, at.epoch, position
+            for slot in slots:
+                self._servers[slot] = at
+            self.epochs.add(at.epoch)
             for ledger in self._ledgers.values():
                 ledger.begin(slots, position)
         return slots
 
-    def handles(self, slots: Slots) -> NDArray[np.uint64]:
-        """The handles of slots."""
-        return self._handles[slots]
+    def home(self, slot: int) -> Home:
+        """Where the sequence of a slot lives."""
+        with self._lock:
+            return Home(self._servers[slot], int(self._handles[slot]))
 
-    def have_one_epoch(self, slots: Slots) -> bool:
-        """Whether one server process holds the sequences of slots."""
-        return len(self.epochs) == 1 or len(set(self._epochs[slots].tolist())) == 1
+    def homes(self, slots: Slots) -> tuple[Server, NDArray[np.uint64], bool, int]:
+        """Where the sequences of slots live: the first one's server, the handles, whether one process holds them all;
+        and of how many moves this is known."""
+        with self._lock:
+            has_one_epoch = len(self.epochs) == 1 and not self.moves
+            has_one_epoch = has_one_epoch or len(set(self._epochs[slots].tolist())) == 1
+            first = self._servers[slots[0]] if len(slots) else _NOBODY
+            return first, self._handles[slots], has_one_epoch, self.moves
+
+    def move(self, slot: int, home: Home, to: Home) -> None:
+        """The sequence of a slot was moved from one home to another; nothing, if it has left that already."""
+        with self._lock:
+            if (home.at.epoch, home.handle) == (self._epochs[slot], self._handles[slot]):
+                self._servers[slot], self._handles[slot], self._epochs[slot] = to.at, to.handle, to.at.epoch
+                self.moves += 1
 
     def drop(self, slot: int) -> None:
         """Nobody has the sequence of a slot any more."""
@@ -150,6 +177,7 @@ class SequenceTable:
         num_slots = max(_FIRST_SLOTS, 2 * before)
         more = np.zeros(num_slots - before, "<u8")
         self._handles, self._epochs = np.append(self._handles, more), np.append(self._epochs, more)
+        self._servers += [_NOBODY] * len(more)
         self._begins = np.append(self._begins, more.astype("<i8"))
         for ledger in self._ledgers.values():
             ledger.grow(num_slots)

@@ -85,7 +85,6 @@ class Server:
         self.link = Listener(None)
         self.front_ends = FrontEnds(clock)
         self.has_started = self._is_ready = self._is_interrupted = self._has_failed = False
-        self._drain_until_s = 0.0
         self._over = asyncio.Event()
         self._grace_s = STOP_GRACE_S
         self._tasks: list[asyncio.Task[None]] = []
@@ -169,15 +168,8 @@ class Server:
             starting.cancel()
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Begin the drain: not ready, no new sequences; over when none is open or the time is. Idempotent."""
-        table = self.runtime.table
-        if not table.is_draining:
-            table.is_draining = True
-            timeout_s = self.config.drain_timeout_s if timeout_s is None else timeout_s
-            self._drain_until_s = self._clock() + timeout_s
-            event(
-                _log, "drain began", timeout_s=timeout_s, sequences_open=table.num_open, second_signal="stops at once"
-            )
+        """Begin the drain, as Drain.begin; the end of it is that of `wait`."""
+        self.runtime.drain.begin(timeout_s)
 
     def interrupt(self) -> None:
         """What a signal does: the first drains, the second stops at once."""
@@ -263,7 +255,7 @@ class Server:
 
     async def _prepare(self, runtime: Runtime) -> None:
         """Make the device ready for batches, and say how far it is; find snapshots."""
-        await runtime.find_stored(self.principals.number_of)
+        await runtime.find_stored(self.principals.number_of, self.identity.name)
         begin_s, progress = self._clock(), Progress()
         await told(runtime.prepare(progress.report), _log, "preparing", graphs=progress)
         event(_log, "prepared", seconds=self._clock() - begin_s, graphs=progress.done)
@@ -292,7 +284,7 @@ class Server:
             tracing=self._tracing,
             states=runtime.states,
         )
-        admin = AdminService(info=info, table=table, scheduler=scheduler, regions=runtime.regions, drain=self.drain)
+        admin = AdminService(info=info, table=table, scheduler=scheduler, regions=runtime.regions, drain=runtime.drain)
         self._health = Health(
             {"": self._is_live, layer_service.NAME: self._takes_work, adapter_service.NAME: self._takes_adapters}
         )
@@ -304,6 +296,8 @@ class Server:
             served=runtime.served(),
             identity=self.identity,
             guesses=self._layer_service.guesses,
+            principals=self.principals,
+            mover=runtime.mover,
             settle=scheduler.settle,
             clock=self._clock,
         )
@@ -336,6 +330,7 @@ class Server:
             principals=self.principals,
             unknown_handles=lambda: self._layer_service.guesses.num_unknown,
             tiers=runtime.tiers.by_name,
+            moves=runtime.mover,
         )
         return served
 
@@ -356,17 +351,13 @@ class Server:
         its drain is over."""
         if self._over.is_set():
             return
-        table = self.runtime.table
         if self.runtime.engine.failed() or self.runtime.scheduler.has_failed:
             what = "the device is lost" if self.runtime.engine.failed() else "the scheduler failed"
             event(_log, what, level=logging.ERROR)
             self._has_failed = True
             self._over.set()
-        elif table.is_draining:
-            is_idle = table.num_open == 0 and self.runtime.scheduler.load().queued_rows == 0
-            if is_idle or self._clock() >= self._drain_until_s:
-                event(_log, "drain over", sequences_open=table.num_open)
-                self._over.set()
+        elif self.runtime.drain.is_over():
+            self._over.set()
 
     async def _close_telemetry(self) -> None:
         if self._http is not None:

@@ -7,7 +7,7 @@ request ran.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
 DOMAIN = "deltaline"
@@ -77,6 +77,7 @@ class Reason(Enum):
     SPANS_UNEVEN = (Code.FAILED_PRECONDITION, 6)
     STATE_MISMATCH = (Code.FAILED_PRECONDITION, 7)
     HOST_TIER_OFF = (Code.FAILED_PRECONDITION, 8)
+    MOVE_TARGET_REFUSED = (Code.FAILED_PRECONDITION, 9)
     SHARED_MEMORY_OFF = (Code.FAILED_PRECONDITION, 21)
     ADAPTER_IN_USE = (Code.FAILED_PRECONDITION, 31)
     ADAPTERS_OFF = (Code.FAILED_PRECONDITION, 32)
@@ -96,6 +97,7 @@ class Reason(Enum):
     ROLE_MISSING = (Code.PERMISSION_DENIED, 1)
     DRAINING = (Code.UNAVAILABLE, 1)
     STOPPING = (Code.UNAVAILABLE, 2)
+    MOVE_FAILED = (Code.UNAVAILABLE, 3)
     BUG = (Code.INTERNAL, 1)
 
     @property
@@ -119,6 +121,10 @@ class Refusal:
     metadata: Mapping[str, str] = field(default_factory=dict)
     field: str = ""
     retry_after_s: float | None = None
+
+    def of_row(self, row: int) -> Refusal:
+        """The same, whose metadata tells of which row it speaks."""
+        return replace(self, metadata={**self.metadata, "row": str(row)})
 
 
 class RequestError(Exception):

@@ -35,6 +35,8 @@ from deltaline_server.models.config import Scope
 from deltaline_server.models.kernel_check import check_kernels
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.models.servable import Auto
+from deltaline_server.moving.drain import Drain
+from deltaline_server.moving.mover import Mover
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots import layout
@@ -72,6 +74,8 @@ class Runtime:
     table: SequenceTable
     scheduler: Scheduler
     states: States
+    mover: Mover
+    drain: Drain
     regions: Regions
     link_regions: Regions
     """Memory of the local link."""
@@ -157,8 +161,23 @@ class Runtime:
             exchange=exchange,
             wholes=wholes,
         )
+        mover = Mover.of(config, states, table, tiers.directory, wall_clock)
+        drain = Drain(mover, table, scheduler, config.drain_timeout_s, clock)
         return cls(
-            config, model, pool, executor, engine, table, scheduler, states, regions, link_regions, adapters, tiers
+            config,
+            model,
+            pool,
+            executor,
+            engine,
+            table,
+            scheduler,
+            states,
+            mover,
+            drain,
+            regions,
+            link_regions,
+            adapters,
+            tiers,
         )
 
     @property
@@ -177,8 +196,9 @@ class Runtime:
         except Exception as error:
             raise ModelError(f"the first batch failed on this device: {error}") from error
 
-    async def find_stored(self, number_of: Callable[[str], int | None]) -> None:
-        """Find the snapshots that an earlier server left in files. To be called once, before the first call is taken.
+    async def find_stored(self, number_of: Callable[[str], int | None], name: str) -> None:
+        """Find the snapshots that an earlier server left in files, and where sequences live that one of this name has
+        moved. To be called once, before the first call is taken.
 
         number_of: a principal's number by its name, None where there can be no such. Raises ModelError.
         """
@@ -186,6 +206,8 @@ class Runtime:
             await self.states.find_stored(number_of)
         except OSError as error:
             raise ModelError(f"--state-dir: expected a folder that can be read ({error.strerror})") from error
+        if self.mover.records is not None:
+            await self.mover.records.load(name)
 
     def reap(self) -> None:
         """End what has outlived its lease. To be called on the event loop, again and again."""
@@ -196,6 +218,7 @@ class Runtime:
 
     async def close(self) -> None:
         """Finish loads and what the device has, then free shared memory. Idempotent."""
+        await self.drain.close()
         if self.adapters is not None:
             await self.adapters.close()
         await self.states.close()

@@ -91,6 +91,31 @@ def test_a_server_that_refuses_or_is_not_there_is_an_error(server: Any, capsys: 
     assert capsys.readouterr().err.startswith("deltaline: error: refused: INVALID_REQUEST")
 
 
+def test_sequences_are_moved_to_every_server_that_is_accepted(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.refuse("Drain", Reason.MOVE_TARGET_REFUSED)
+    assert main(["drain", server.address, "--timeout", "9", "--to", "gone:1", "--to", "there:2", "--to", "here:3"]) == 0
+    asked = [(request.target, request.timeout_ms) for request in server.requests["Drain"]]
+    assert asked == [("gone:1", 9000), ("there:2", 9000), ("here:3", 9000)]
+    told = capsys.readouterr()
+    assert told.out.splitlines() == [
+        "sequences move to there:2",
+        "sequences move to here:3",
+        f"{server.address} drains: 0 sequences open",
+    ]
+    assert told.err.startswith("gone:1 takes none: ") and "MOVE_TARGET_REFUSED" in told.err
+
+
+def test_where_no_server_is_accepted_it_says_that_no_drain_has_begun(
+    server: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        server.refuse("Drain", Reason.MOVE_TARGET_REFUSED)
+    assert main(["drain", server.address, "--to", "gone:1", "--to", "gone:2", "--wait"]) == 1
+    told = capsys.readouterr()
+    assert not told.out and [line.split()[0] for line in told.err.splitlines()] == ["gone:1", "gone:2", "deltaline:"]
+    assert "the drain has not begun" in told.err
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "86401", "soon"])
 def test_a_time_that_is_none_is_refused_at_once(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

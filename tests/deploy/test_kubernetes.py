@@ -5,6 +5,7 @@ Their schema is checked by `make check`; no cluster has run them.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -17,16 +18,18 @@ import yaml
 from rigs.dashboards import metrics_of
 from rigs.image import ROOT, stages
 
+from deltaline_cli import drain
+from deltaline_cli.address import add_server
 from deltaline_server import app
 from deltaline_server.config import Config, unknown_variables
 from deltaline_server.front import layer_service
+from deltaline_server.moving.peers import REACH_S
+from deltaline_server.moving.records import MAX_BYTES
 from deltaline_server.runtime import check
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 IMAGE = stages()
-# What `deltaline drain` gives its call.
-CALL_S = 5.0
 Manifests = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -78,10 +81,14 @@ def test_every_selector_finds_the_pods(rendered: Manifests, pod: dict[str, Any])
 def test_clients_and_prometheus_are_let_in_and_nobody_else(rendered: Manifests) -> None:
     spec = rendered["NetworkPolicy", "deltaline"]["spec"]
     steps, metrics = spec["ingress"]
-    assert steps["from"] == [{"podSelector": {"matchLabels": {"deltaline-client": "true"}}}]
+    pods = {"podSelector": {"matchLabels": spec["podSelector"]["matchLabels"]}}
+    assert steps["from"] == [{"podSelector": {"matchLabels": {"deltaline-client": "true"}}}, pods]
     assert metrics["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
     assert [rule["ports"][0]["port"] for rule in (steps, metrics)] == ["grpc", "metrics"]
-    assert (spec["egress"], spec["policyTypes"]) == ([], ["Ingress", "Egress"])
+    siblings, names = spec["egress"]
+    assert siblings == {"to": [pods], "ports": [{"protocol": "TCP", "port": "grpc"}]}
+    assert names["to"] == [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}}}]
+    assert {port["port"] for port in names["ports"]} == {53} and spec["policyTypes"] == ["Ingress", "Egress"]
 
 
 def test_a_pod_that_drains_is_found_by_its_name_and_not_offered(rendered: Manifests) -> None:
@@ -113,12 +120,41 @@ def test_liveness_does_not_follow_a_drain(container: dict[str, Any], pod: dict[s
     else:
         assert [probe["grpc"].get("service", "") for probe in probes] == ["", "", layer_service.NAME]
     # The signal, which drains as well, comes when this command ends: a server that does not answer must not keep it.
-    *command, drain_s = container["lifecycle"]["preStop"]["exec"]["command"]
-    [uds] = [one["value"] for one in container["env"] if one["name"] == "DELTALINE_UDS"]
-    assert command == ["deltaline", "drain", f"unix:{uds}", "--timeout"]
-    taken_s = CALL_S + int(drain_s) + app.STOP_GRACE_S
+    asked = pre_stop(container)
+    assert (asked.run, asked.server) == (drain.drain, f"unix:{environment_of(container)['DELTALINE_UDS']}")
+    taken_s = len(asked.to) * REACH_S + asked.timeout + app.STOP_GRACE_S
     assert pod["spec"]["terminationGracePeriodSeconds"] >= taken_s + 20
     assert pod["spec"]["enableServiceLinks"] is False
+
+
+def test_a_pod_that_ends_moves_its_sequences_to_every_other_that_there_may_be(
+    rendered: Manifests, container: dict[str, Any]
+) -> None:
+    config = Config.parse(["--config", "/dev/null", "--model", "/model"], environment_of(container))
+    named = rendered["StatefulSet", "deltaline"]
+    most = rendered["HorizontalPodAutoscaler", "deltaline"]["spec"]["maxReplicas"]
+    pods = [f"deltaline-{number}.{named['spec']['serviceName']}:{config.port}" for number in range(most)]
+    assert config.peers == pre_stop(container).to == pods
+
+
+def test_volumes_of_states_are_an_option_and_outlive_the_pods(tmp_path: Path) -> None:
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(FOLDER / "overlays" / "cpu", tmp_path)],
+        "components": [os.path.relpath(FOLDER / "components" / "states", tmp_path)],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    spec = render(tmp_path)["StatefulSet", "deltaline"]["spec"]
+    [claim], [container] = spec["volumeClaimTemplates"], spec["template"]["spec"]["containers"]
+    environment = environment_of(container)
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert str(Path(environment["DELTALINE_STATE_DIR"]).parent) == mounts[claim["metadata"]["name"]]
+    toml = str(FOLDER / "overlays" / "cpu" / "deltaline.toml")
+    config = Config.parse(["--config", toml], environment | {"DELTALINE_RANDOM_INIT": "model.json"})
+    assert claim["spec"]["resources"]["requests"]["storage"] == "10Gi"
+    assert config.state_dir_bytes + MAX_BYTES < 10 << 30
+    assert spec["template"]["spec"]["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
 
 
 def test_the_pod_runs_as_the_image_does_and_without_rights(container: dict[str, Any], pod: dict[str, Any]) -> None:
@@ -244,6 +280,16 @@ def environment_of(container: dict[str, Any]) -> dict[str, str]:
         value = one.get("value") or told[one["valueFrom"]["fieldRef"]["fieldPath"]]
         values[one["name"]] = re.sub(r"\$\((\w+)\)", lambda named: values[named[1]], value)
     return values
+
+
+def pre_stop(container: dict[str, Any]) -> argparse.Namespace:
+    """The options of the command that ends a pod."""
+    command, *arguments = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "deltaline"
+    parser, served = argparse.ArgumentParser(), argparse.ArgumentParser(add_help=False)
+    add_server(served)
+    drain.add_drain(parser.add_subparsers(), served)
+    return parser.parse_args(arguments)
 
 
 def has_tls(container: dict[str, Any]) -> bool:

@@ -134,6 +134,7 @@ def make_watched(
             "max_adapter_rank": 4,
             "shared_memory_bytes": 1 << 22,
             "host_state_bytes": 1 << 22,
+            "move_peers": "127.0.0.1:1",
             "drain_timeout_s": 600,
         }
         return make_server(**(given | options))

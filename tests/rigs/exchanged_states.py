@@ -49,7 +49,8 @@ async def imported_by(
     """The same, as the service does it."""
     arriving = Arriving(pieces)
     with exchange.on_its_way(owner):
-        stored, _ = await exchange.read_header(arriving, owner)
+        stored, _ = await exchange.read_header(arriving)
+        exchange.check_adapter(stored.header, owner)
         async with exchange.received(arriving, stored, owner, is_pinned=is_pinned) as header:
             return exchange.add(header, owner, 60.0)
 

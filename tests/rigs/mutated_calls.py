@@ -190,6 +190,10 @@ def _valid(method: MethodDescriptor, held: Held, rng: Random) -> list[Message]:
             first = state_service_pb2.ImportStateRequest(request_id=_request_id(rng), **what)
             pieces = [content[i : i + _PIECE] for i in range(0, len(content), _PIECE)]
             return [first, *(state_service_pb2.ImportStateRequest(chunk=piece) for piece in pieces)]
+        case "MoveSequences":
+            made = state_service_pb2.MoveSequencesRequest(
+                request_id=_request_id(rng), server_epoch=epoch, sequence=some, target="127.0.0.1:1"
+            )
         case "CreateSharedMemory":
             made = admin_service_pb2.CreateSharedMemoryRequest(size_bytes=100, lease_ms=1000)
         case "ReleaseSharedMemory":

@@ -57,7 +57,7 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
 
     def ForkSequences(self, request: Any, context: Any) -> Any:
         def work() -> pb.ForkSequencesResponse:
-            parents = [self._capturable(handle, context) for handle in request.sequence]
+            parents = [self._capturable(handle, context, row) for row, handle in enumerate(request.sequence)]
             bound = [self._server.bound[handle] for handle in request.sequence]
             children = [
                 self.begin(one, name) for one, name in zip(parents, bound, strict=True) for _ in range(request.count)
@@ -71,9 +71,10 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
     def CreateSnapshots(self, request: Any, context: Any) -> Any:
         def work() -> pb.CreateSnapshotsResponse:
             made = []
-            for handle, key in zip(request.sequence, request.prefix_key or [b""] * len(request.sequence), strict=True):
-                streams = copy.deepcopy(self._capturable(handle, context))
-                message = self._keep(streams, self._server.bound[handle], request)
+            keys = request.prefix_key or [b""] * len(request.sequence)
+            captured = [self._capturable(handle, context, row) for row, handle in enumerate(request.sequence)]
+            for handle, key, streams in zip(request.sequence, keys, captured, strict=True):
+                message = self._keep(copy.deepcopy(streams), self._server.bound[handle], request)
                 if key:
                     self.keyed[key, message.position] = message.snapshot_id
                 made.append(message)
@@ -160,6 +161,9 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
 
     def ExportState(self, request: Any, context: Any) -> Iterator[pb.ExportStateResponse]:
         fault = self._server.enter("ExportState", request, context)
+        if request.sequence:
+            yield from self._whole(request.sequence, context)
+            return
         if request.snapshot_id not in self.kept:
             self._server.abort(Reason.SNAPSHOT_UNKNOWN, context)
         kept = self.kept[request.snapshot_id]
@@ -168,6 +172,25 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
         for at in range(0, len(content), PIECE_BYTES):
             yield pb.ExportStateResponse(chunk=content[at : at + PIECE_BYTES])
         self._server.leave(fault, context)
+
+    def _whole(self, handle: int, context: Any) -> Iterator[pb.ExportStateResponse]:
+        """A sequence's positions, as the bytes of a file."""
+        positions = [stream.position for stream in self._capturable(handle, context).values()]
+        yield pb.ExportStateResponse(chunk=json.dumps(positions).encode())
+
+    def MoveSequences(self, request: Any, context: Any) -> Any:
+        fault = self._server.enter("MoveSequences", request, context)
+        if request.target not in self._server.targets:
+            self._server.abort(Reason.MOVE_TARGET_REFUSED, context)
+        response = pb.MoveSequencesResponse()
+        for row, handle in enumerate(request.sequence):
+            if row in fault.rows:
+                response.row_status.add(row=row, status=fault.rows[row])
+            elif handle in self._server.streams:
+                self._server.move(handle, self._server.targets[request.target])
+        response.moved.extend(self._server.owners(request.sequence))
+        self._server.leave(fault, context)
+        return type(response)() if "MoveSequences" in self.empty_answers else response
 
     def ImportState(self, request_iterator: Any, context: Any) -> Any:
         first = next(request_iterator)
@@ -207,10 +230,10 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
         self.kept[message.snapshot_id] = Kept(message, streams)
         return message
 
-    def _capturable(self, handle: int, context: Any) -> dict[int, Stream]:
+    def _capturable(self, handle: int, context: Any, row: int = 0) -> dict[int, Stream]:
         streams = self._server.streams.get(handle)
         if streams is None:
-            self._server.abort(Reason.SEQUENCE_EXPIRED, context)
+            self._server.abort(self._server.gone(handle, row), context)
             raise AssertionError
         both = [streams[span] for span in range(len(self._server.info.spans))]
         if any(one.drafts is not None for one in both):

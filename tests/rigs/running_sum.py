@@ -10,9 +10,11 @@ import asyncio
 import random
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import grpc
@@ -62,13 +64,15 @@ class Fault:
     """What goes wrong with one call.
 
     status: the RPC ends with it, and nothing runs. lost: it runs, then the RPC ends with this code and no details.
-    rows: these rows are refused. hang: it runs, and it sets `arrived`, and the reply waits for `released`.
+    rows: these rows are refused. hang: it runs, and it sets `arrived`, and the reply waits for `released`. before: what
+    happens first.
     """
 
     status: status_pb2.Status | None = None
     lost: grpc.StatusCode | None = None
     rows: dict[int, status_pb2.Status] = field(default_factory=dict)
     hang: bool = False
+    before: Callable[[], object] = lambda: None
 
 
 @dataclass
@@ -93,9 +97,9 @@ class Stream:
 class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_grpc.AdminServiceServicer):
     """The fake's state; everything in it may be looked at and set by a test."""
 
-    def __init__(self) -> None:
+    def __init__(self, server_epoch: int = 77) -> None:
         self.info = admin.GetServerInfoResponse(
-            server_epoch=77,
+            server_epoch=server_epoch,
             version="0.1.0",
             model_type="fake",
             spans=[admin.LayerSpan(first=0, count=2), admin.LayerSpan(first=2, count=2)],
@@ -122,6 +126,10 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         # Contents by name, and the names of sequences.
         self.adapters: dict[str, bytes] = {}
         self.bound: dict[int, str] = {}
+        # Where those live that were moved from here, and the servers that they may be moved to.
+        self.moved: dict[int, layers.MovedSequence] = {}
+        self.targets: dict[str, FakeServer] = {}
+        self.handles = count(1000 * server_epoch)
         self.faults: defaultdict[str, deque[Fault]] = defaultdict(deque)
         self.requests: defaultdict[str, list[Any]] = defaultdict(list)
         self.streams_opened = 0
@@ -180,14 +188,15 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
     def enter(self, method: str, request: Any, context: Any) -> Fault:
         self.requests[method].append(request)
         fault = self.faults[method].popleft() if self.faults[method] else Fault()
+        fault.before()
         if fault.status is not None:
             _abort(fault.status, context)
         return fault
 
     @staticmethod
-    def abort(reason: Reason, context: Any) -> None:
-        """End a call with a reason."""
-        _abort(status_of(reason), context)
+    def abort(why: Reason | status_pb2.Status, context: Any) -> None:
+        """End a call with a reason, or a status."""
+        _abort(status_of(why) if isinstance(why, Reason) else why, context)
 
     def leave(self, fault: Fault, context: Any) -> None:
         if fault.hang:
@@ -238,6 +247,7 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         self.leave(fault, context)
         return layers.OpenSequencesResponse(
             server_epoch=self.info.server_epoch,
+            server=self.info.server,
             sequence=self.opened[request.open_token],
             lease_ms=request.lease_ms,
             adapter_hash=self.adapters.get(request.adapter, b""),
@@ -249,23 +259,58 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         """One that is so far."""
         return Stream(position=position, total=total)
 
+    def move(self, handle: int, to: FakeServer) -> int:
+        """Move a sequence to another server with its progress and kept replies; returns its handle there."""
+        with self.lock:
+            own = next(to.handles)
+            to.streams[own], to.bound[own] = self.streams.pop(handle), self.bound.pop(handle)
+            epoch = to.info.server_epoch
+            self.moved[handle] = layers.MovedSequence(server=to.address, server_epoch=epoch, sequence=own)
+        return own
+
+    def owners(self, handles: Iterable[int]) -> list[layers.MovedSequence]:
+        """Where those live that were moved from here, by row."""
+        rows = [(row, self.moved[handle]) for row, handle in enumerate(handles) if handle in self.moved]
+        found = [layers.MovedSequence(row=row) for row, _ in rows]
+        for one, (_, owner) in zip(found, rows, strict=True):
+            one.MergeFrom(owner)
+        return found
+
+    def gone(self, handle: int, row: int = 0) -> status_pb2.Status:
+        """Why a sequence is not here."""
+        if handle not in self.moved:
+            return status_of(Reason.SEQUENCE_EXPIRED)
+        owner = self.moved[handle]
+        numbers = {"row": row, "server_epoch": owner.server_epoch, "sequence": owner.sequence}
+        status = status_pb2.Status(code=Reason.STATE_ELSEWHERE.code, message="it was moved")
+        info = error_details_pb2.ErrorInfo(reason="STATE_ELSEWHERE", domain="deltaline")
+        info.metadata.update({"server": owner.server} | {name: str(number) for name, number in numbers.items()})
+        status.details.add().Pack(info)
+        return status
+
     def _state(self, handle: int) -> layers.SequenceState.ValueType:
+        if handle in self.moved:
+            return layers.SEQUENCE_STATE_ELSEWHERE
         return layers.SEQUENCE_STATE_OPEN if handle in self.streams else layers.SEQUENCE_STATE_UNKNOWN
 
     def CloseSequences(self, request: Any, context: Any) -> layers.CloseSequencesResponse:
         fault = self.enter("CloseSequences", request, context)
+        states = {False: layers.SEQUENCE_STATE_CLOSED, True: layers.SEQUENCE_STATE_ELSEWHERE}
+        response = layers.CloseSequencesResponse(moved=self.owners(request.sequence))
         for handle in request.sequence:
             self.streams.pop(handle, None)
+            response.state.append(states[handle in self.moved])
         self.leave(fault, context)
-        return layers.CloseSequencesResponse(state=[layers.SEQUENCE_STATE_CLOSED for _ in request.sequence])
+        return response
 
     def RenewLeases(self, request: Any, context: Any) -> layers.RenewLeasesResponse:
         self.enter("RenewLeases", request, context)
-        return layers.RenewLeasesResponse(state=[self._state(handle) for handle in request.sequence])
+        owners = self.owners(request.sequence)
+        return layers.RenewLeasesResponse(state=map(self._state, request.sequence), moved=owners)
 
     def DescribeSequences(self, request: Any, context: Any) -> layers.DescribeSequencesResponse:
         self.enter("DescribeSequences", request, context)
-        response = layers.DescribeSequencesResponse()
+        response = layers.DescribeSequencesResponse(moved=self.owners(request.sequence))
         for handle in request.sequence:
             spans = [self.streams[handle][span] for span in range(2)] if handle in self.streams else []
             response.sequences.add(
@@ -291,6 +336,10 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         with self.lock:
             rows = zip(request.sequence, request.step, request.accepted, strict=True)
             for row, (handle, step, accepted) in enumerate(rows):
+                if handle not in self.streams:
+                    response.row_status.add(row=row, status=self.gone(handle, row))
+                    response.position.append(0)
+                    continue
                 stream = self.streams[handle][request.span]
                 reason = self._check_commit(stream, step, accepted)
                 if row in fault.rows:
@@ -320,7 +369,7 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
             with self.lock:
                 stream = self.streams.get(handle, {}).get(request.span) or Stream()
                 if handle not in self.streams:
-                    status = status_of(Reason.SEQUENCE_EXPIRED)
+                    status = self.gone(handle, row)
                 else:
                     stream = self.streams[handle][request.span]
                 if status is None:
@@ -377,12 +426,21 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         return layers.ROW_OUTCOME_EXECUTED, stream.reply
 
 
+@contextmanager
+def running(server_epoch: int = 77) -> Iterator[FakeServer]:
+    """A server that is stopped at the end."""
+    fake = FakeServer(server_epoch)
+    try:
+        yield fake
+    finally:
+        fake.released.set()
+        fake.server.stop(None).wait()
+
+
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    fake = FakeServer()
-    yield fake
-    fake.released.set()
-    fake.server.stop(None).wait()
+    with running() as fake:
+        yield fake
 
 
 FAST = Retry(initial_backoff_s=0.001, max_backoff_s=0.01, generator=random.Random(0))

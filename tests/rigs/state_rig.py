@@ -303,12 +303,14 @@ class StateRig:
             clock=lambda: self.now,
             waypoints=self.waypoints,
         )
-        layout, host, files = make_layout(self.model, self.pool), None, None
+        layout = make_layout(self.model, self.pool)
+        host = files = directory = None
         if host_bytes:
             host = HostTier(layout, host_bytes, None)
         if state_dir is not None:
-            files = FileTier(StateDirectory(state_dir), layout, FINGERPRINT, FILE_BYTES)
-        self.tiers = Tiers(layout, FINGERPRINT, host, files)
+            directory = StateDirectory(state_dir)
+            files = FileTier(directory, layout, FINGERPRINT, FILE_BYTES)
+        self.tiers = Tiers(layout, FINGERPRINT, host, files, directory)
         self.moves = self.tiers.moves(
             self.model, self.pool, self.engine.transfer, self.snapshots, capture, self.table.adapters
         )

@@ -144,7 +144,8 @@ async def imported_by(
     exchange, arriving = rig.exchange, Arriving(pieces)
     assert exchange is not None
     with exchange.on_its_way(owner):
-        stored, _ = await exchange.read_header(arriving, owner)
+        stored, _ = await exchange.read_header(arriving)
+        exchange.check_adapter(stored.header, owner)
         assert stored.header.is_sequence
         async with exchange.received(arriving, stored, owner, is_pinned=False) as header:
             [handle] = (await rig.states.open_stored(header, owner, lease_s)).tolist()

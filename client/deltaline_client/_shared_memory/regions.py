@@ -127,29 +127,31 @@ class SharedMemory:
             self._by_default = range(_LINK_BYTES, inline_limit_bytes + 1)
             self._size_bytes = 4 * inline_limit_bytes
 
-    def ready(self, limits: ServerInfo, attempts: Attempts) -> Flow[None]:
+    def ready(self, limits: ServerInfo, attempts: Attempts, owner: Server | None = None) -> Flow[None]:
         """Ask the server that has told its limits for a region, unless there is one of it or can be none. While another
         call asks, wait for what it gets.
 
-        attempts: they bound how long this waits for another call; when they are over, its steps go inline.
+        owner: another server that is to have the region, as it is one to which a sequence was moved. attempts: they
+        bound how long this waits for another call; when they are over, its steps go inline.
         """
-        if self._region is not None and self.server.epoch != limits.server_epoch:
+        server = owner or Server(limits.server_epoch, limits.server)
+        if self._region is not None and self.server.epoch != server.epoch:
+            self._to_release.append((self._region[0], self.server))
             self._forget()
         while not self.is_off and self._region is None:
             if self._making.acquire(blocking=False):
-                yield from self._make(limits)
+                yield from self._make(limits, server)
                 return
             if attempts.timeout_s() <= 0:
                 return
             yield Sleep(_WAIT_S)
 
-    def _make(self, limits: ServerInfo) -> Flow[None]:
+    def _make(self, limits: ServerInfo, server: Server) -> Flow[None]:
         """Ask for a region, and release `_making`."""
-        server = Server(limits.server_epoch, limits.server)
         try:
             while self._to_release:
                 yield from self._release(*self._to_release.pop())
-            made = yield TakeMemory(self._size_bytes, CREATE_TIMEOUT_S)
+            made = yield TakeMemory(server, self._size_bytes, CREATE_TIMEOUT_S)
             if made is not None:
                 self._region, self.server = (made[0], Arena(made[1])), server
                 return

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any, TypeVar
 
 from deltaline.v1 import state_service_pb2 as pb
-from deltaline_client._exceptions import ProtocolError, StepUnfinished
+from deltaline_client._exceptions import ProtocolError, StateElsewhere, StepUnfinished
 from deltaline_client._prefixes import Prefix, PrefixMatch
 from deltaline_client._seconds import milliseconds
 from deltaline_client._snapshots.snapshot import (
@@ -22,13 +22,13 @@ from deltaline_client._snapshots.snapshot import (
     holder_of,
     id_of,
 )
-from deltaline_client._state import ClientState, info, retried
+from deltaline_client._state import ClientState, answerer, info, retried
 from deltaline_client._steps.commit import commit
 from deltaline_client._steps.hold import Group, Hold
 from deltaline_client._steps.sequence import SequenceRecord
-from deltaline_client._steps.sequences import begin
+from deltaline_client._steps.sequences import begin, describe
 from deltaline_client._table import UNFINISHED
-from deltaline_client._transport.flow import Flow, Method, Request, Response, Server
+from deltaline_client._transport.flow import Flow, Method, Response, Server
 from deltaline_client._transport.methods import (
     CREATE_SNAPSHOTS,
     FIND_SNAPSHOTS,
@@ -38,6 +38,7 @@ from deltaline_client._transport.methods import (
     RENEW_SNAPSHOTS,
     RESTORE,
 )
+from deltaline_client._transport.retry import MOST_MOVES
 
 # Ids of one request.
 _MAX_IDS = 4096
@@ -66,16 +67,13 @@ def create(
     client = snapshots._client
     if keys is not None and len(keys) != len(sequences):
         raise ValueError(f"keys: expected {len(sequences)}, one per sequence, got {len(keys)}")
-    at = _holder(sequences)
     request = pb.CreateSnapshotsRequest(
         request_id=_new_id(),
-        server_epoch=at.epoch,
-        sequence=[one.handle for one in sequences],
         lease_ms=milliseconds("lease_s", lease_s),
         pinned=pin,
         prefix_key=[key or b"" for key in keys or ()],
     )
-    response = yield from _captured(client, sequences, CREATE_SNAPSHOTS, request)
+    response, at = yield from _captured(client, sequences, CREATE_SNAPSHOTS, request)
     if len(response.snapshots) != len(sequences):
         raise ProtocolError(f"asked for {len(sequences)} snapshots, got {len(response.snapshots)}")
     return [snapshots._make_snapshot(client, one, at) for one in response.snapshots]
@@ -154,10 +152,11 @@ def restore(
     yield from _check_count(client, count)
     lease_ms = milliseconds("lease_s", lease_s)
     request = pb.RestoreSequencesRequest(request_id=_new_id(), snapshot_id=[snapshot.id] * count, lease_ms=lease_ms)
-    response = yield from retried(client, RESTORE, request, holder_of(snapshot))
+    holder = holder_of(snapshot)
+    response = yield from retried(client, RESTORE, request, holder)
     if len(response.sequences) != count:
         raise ProtocolError(f"asked for {count} sequences, got {len(response.sequences)}")
-    at = Server(response.server_epoch, response.server)
+    at = answerer(response, holder)
     handles = [one.sequence for one in response.sequences]
     return begin(client, make, at, handles, snapshot.position, snapshot.adapter, snapshot.adapter_hash)
 
@@ -185,31 +184,37 @@ def fork(sequence: AnySequence, count: int = 1, *, lease_s: float | None = None)
     """
     client, make = sequence._client, type(sequence)
     yield from _check_count(client, count)
-    request = pb.ForkSequencesRequest(
-        request_id=_new_id(),
-        server_epoch=sequence.server_epoch,
-        sequence=[sequence.handle],
-        count=count,
-        lease_ms=milliseconds("lease_s", lease_s),
-    )
-    response = yield from _captured(client, [sequence], FORK, request)
+    lease_ms = milliseconds("lease_s", lease_s)
+    request = pb.ForkSequencesRequest(request_id=_new_id(), count=count, lease_ms=lease_ms)
+    response, at = yield from _captured(client, [sequence], FORK, request)
     if len(response.sequence) != count or len(response.position) != 1:
         raise ProtocolError(f"asked for {count} children, got {len(response.sequence)}")
-    at, adapter_hash = Server(response.server_epoch, response.server), sequence.adapter_hash
     [position] = response.position
-    return begin(client, make, at, response.sequence, position, sequence.adapter, adapter_hash)
+    at = answerer(response, at)
+    return begin(client, make, at, response.sequence, position, sequence.adapter, sequence.adapter_hash)
 
 
 def _captured(
-    client: ClientState, sequences: Sequence[SequenceRecord], method: Method[Request, Response], request: Request
-) -> Flow[Response]:
-    """Call a method that captures sequences while no other call steps them. Raises StepUnfinished, SequenceBusy."""
-    return (yield from while_held(client, sequences, retried(client, method, request, _holder(sequences))))
+    client: ClientState, sequences: Sequence[SequenceRecord], method: Method[Any, Response], request: Any
+) -> Flow[tuple[Response, Server]]:
+    """Call a method that captures sequences while no other call steps them. request: but for whose they are, and which.
+    Gives who answered, too. Raises ValueError, StepUnfinished, SequenceBusy."""
+
+    def work(at: Server, handles: list[int]) -> Flow[tuple[Response, Server]]:
+        request.server_epoch = at.epoch
+        request.sequence[:] = handles
+        return (yield from retried(client, method, request, at)), at
+
+    return (yield from while_held(client, sequences, work))
 
 
-def while_held(client: ClientState, sequences: Sequence[SequenceRecord], work: Flow[T]) -> Flow[T]:
-    """Do work on sequences, not yet begun, while no other call steps them; commits that wait for a step are made first.
-    Raises StepUnfinished, SequenceBusy."""
+def while_held(
+    client: ClientState, sequences: Sequence[SequenceRecord], work: Callable[[Server, list[int]], Flow[T]]
+) -> Flow[T]:
+    """Do work on sequences where they live, of one server process, and by their handles there, while no other call
+    steps them; commits that wait for a step are made first. Work that finds them moved is begun again at their owner.
+    Raises ValueError, StepUnfinished, SequenceBusy."""
+    _home_of(sequences)  # before anything is sent
     spans = range(len((yield from info(client)).spans))
     for span in spans:
         waiting = [one for one in sequences if one.progress(span).accepted is not None]
@@ -221,7 +226,17 @@ def while_held(client: ClientState, sequences: Sequence[SequenceRecord], work: F
             hold = held.enter_context(Hold(Group.of(client, sequences), span))
             if hold.numbers[UNFINISHED].any():
                 raise StepUnfinished("a step of this sequence has an unknown outcome; resume it first")
-        return (yield from work)
+        for moves in range(MOST_MOVES + 1):
+            at, handles = _home_of(sequences)
+            try:
+                return (yield from work(at, handles))
+            except StateElsewhere as error:
+                if not error.server or moves == MOST_MOVES:
+                    raise
+                yield from describe(client, sequences)  # the error tells of one of them; this follows all
+                if _home_of(sequences) == (at, handles):
+                    raise
+    raise AssertionError("the last error was raised")
 
 
 def _states(
@@ -249,12 +264,13 @@ def _new_id() -> bytes:
     return secrets.token_bytes(ID_BYTES)
 
 
-def _holder(sequences: Sequence[SequenceRecord]) -> Server:
-    """The server process that holds sequences. Raises ValueError."""
-    holders = {one._at for one in sequences}
+def _home_of(sequences: Sequence[SequenceRecord]) -> tuple[Server, list[int]]:
+    """The server process that holds sequences, and their handles there. Raises ValueError."""
+    homes = [one._home for one in sequences]
+    holders = {home.at for home in homes}
     if len(holders) != 1:
         raise ValueError(f"sequences: expected some of one server process, got {len(sequences)} of {len(holders)}")
-    return holders.pop()
+    return holders.pop(), [home.handle for home in homes]
 
 
 def _check_count(client: ClientState, count: int) -> Flow[None]:

@@ -58,14 +58,24 @@ def export_sequence(sequence: SequenceRecord, *, timeout_s: float | None = None)
     timeout_s: with all retries, default the client's. Raises StepUnfinished, SequenceBusy; StateError; HostTierOff;
     NoSnapshotLines when host memory has no room for it in time.
     """
-    return (yield from while_held(sequence._client, [sequence], _exported(*_of_sequence(sequence), timeout_s)))
+    client = sequence._client
+
+    def work(at: Server, handles: list[int]) -> Flow[bytes]:
+        return _exported(client, _of_sequence(at, handles), at, timeout_s)
+
+    return (yield from while_held(client, [sequence], work))
 
 
 def save_sequence(
     sequence: SequenceRecord, path: str | os.PathLike[str], *, timeout_s: float | None = None
 ) -> Flow[None]:
     """Write the whole sequence to a file of this machine, whole or not at all. As `export`; raises OSError too."""
-    yield from while_held(sequence._client, [sequence], _saved(*_of_sequence(sequence), path, timeout_s))
+    client = sequence._client
+
+    def work(at: Server, handles: list[int]) -> Flow[None]:
+        return _saved(client, _of_sequence(at, handles), at, path, timeout_s)
+
+    yield from while_held(client, [sequence], work)
 
 
 def load(
@@ -117,9 +127,9 @@ def _of_snapshot(snapshot: SnapshotRecord[Any]) -> tuple[ClientState, pb.ExportS
     return snapshot._client, pb.ExportStateRequest(snapshot_id=snapshot.id), holder_of(snapshot)
 
 
-def _of_sequence(sequence: SequenceRecord) -> tuple[ClientState, pb.ExportStateRequest, Server]:
-    request = pb.ExportStateRequest(server_epoch=sequence.server_epoch, sequence=sequence.handle)
-    return sequence._client, request, sequence._at
+def _of_sequence(at: Server, handles: list[int]) -> pb.ExportStateRequest:
+    [handle] = handles
+    return pb.ExportStateRequest(server_epoch=at.epoch, sequence=handle)
 
 
 def _exported(

@@ -118,6 +118,7 @@ class Batch:
             RowProgress(
                 sequence,
                 one,
+                sequence._home,
                 layers.RowKind.ValueType(kind),
                 np.ascontiguousarray(row).reshape(-1, *self.input_shape),
                 self.output,

@@ -11,11 +11,12 @@ from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._exceptions import DeltalineError, ProtocolError, StateElsewhere, TransportError
 from deltaline_client._state import ClientState, rerouted
 from deltaline_client._steps.hold import Group, Hold
+from deltaline_client._steps.moves import Homes, by_server, followed
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._table import COMMIT, COMMIT_IN_DOUBT, PENDING, UNFINISHED, Numbers
 from deltaline_client._transport.flow import Flow, Server, Sleep, call
 from deltaline_client._transport.methods import COMMIT as COMMIT_METHOD
-from deltaline_client._transport.retry import is_retryable
+from deltaline_client._transport.retry import MOST_MOVES, is_retryable
 from deltaline_client._transport.statuses import from_status
 
 # Rows of a request: of so many a reply fits 4 MiB, whatever becomes of each.
@@ -45,7 +46,9 @@ def commit(
         counts = _checked(hold, accepted)
         hold.ledger.write(hold.group.slots, {COMMIT: counts + 1})
         if now:
-            yield from _send_all(client, sequences, span)
+            errors = yield from _send_all(client, sequences, span)
+            if errors:
+                raise errors[0]
 
 
 def _checked(hold: Hold, accepted: Sequence[int]) -> Numbers:
@@ -60,25 +63,24 @@ def _checked(hold: Hold, accepted: Sequence[int]) -> Numbers:
     return counts
 
 
-def _send_all(client: ClientState, sequences: Sequence[SequenceRecord], span: int) -> Flow[None]:
-    """Send the remembered commits of one span. Raises the error of the first that failed."""
-    errors: list[DeltalineError] = []
-    for server in dict.fromkeys(sequence._at for sequence in sequences):
-        waiting = [sequence for sequence in sequences if sequence._at == server]
-        for first in range(0, len(waiting), _MAX_ROWS):
-            errors += yield from _send(client, server, waiting[first : first + _MAX_ROWS], span)
-    if errors:
-        raise errors[0]
+def _send_all(
+    client: ClientState, sequences: Sequence[SequenceRecord], span: int, moves: int = MOST_MOVES
+) -> Flow[list[DeltalineError]]:
+    """Send the remembered commits of one span, and return the errors. moves: how many in a row are followed."""
+    errors = list[DeltalineError]()
+    for server, homes in by_server(sequences, _MAX_ROWS):
+        errors += yield from _send(client, server, homes, span, moves)
+    return errors
 
 
-def _send(client: ClientState, server: Server, waiting: list[SequenceRecord], span: int) -> Flow[list[DeltalineError]]:
+def _send(client: ClientState, server: Server, homes: Homes, span: int, moves: int) -> Flow[list[DeltalineError]]:
     """Commit until each sequence is answered for good; return the errors."""
-    attempts, final = client._attempts(), list[DeltalineError]()
+    attempts, final, waiting, moved = client._attempts(), list[DeltalineError](), list(homes), list[SequenceRecord]()
     while waiting:
         request = layers.CommitSequencesRequest(
             server_epoch=server.epoch,
             span=span,
-            sequence=[sequence.handle for sequence in waiting],
+            sequence=[homes[sequence].handle for sequence in waiting],
             step=[sequence.progress(span).step for sequence in waiting],
             accepted=[sequence.progress(span).accepted or 0 for sequence in waiting],
         )
@@ -92,14 +94,16 @@ def _send(client: ClientState, server: Server, waiting: list[SequenceRecord], sp
         delay_s = attempts.delay_s(*(error.retry_after_s for error in errors.values()))
         waiting = []
         for sequence, error in errors.items():
-            if ((yield from rerouted(server, error)) or is_retryable(error)) and delay_s is not None:
+            if moves and (yield from followed(sequence, homes[sequence], error)):
+                moved.append(sequence)
+            elif ((yield from rerouted(server, error)) or is_retryable(error)) and delay_s is not None:
                 waiting.append(sequence)
             else:
                 final.append(error)
                 sequence.progress(span).write({COMMIT_IN_DOUBT: isinstance(error, TransportError | StateElsewhere)})
         if waiting and delay_s is not None:
             yield Sleep(delay_s)
-    return final
+    return final + (yield from _send_all(client, moved, span, moves - 1))
 
 
 def _apply(

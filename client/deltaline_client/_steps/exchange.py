@@ -37,6 +37,7 @@ from deltaline_client._seconds import check_seconds
 from deltaline_client._state import ClientState, rerouted
 from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.hold import Group, Hold
+from deltaline_client._steps.moves import followed
 from deltaline_client._steps.packing import Packing, requests_in_flight
 from deltaline_client._steps.request import Applied, Request
 from deltaline_client._steps.rows import RowResult, StepError, StepResult
@@ -147,8 +148,9 @@ class Exchange:
                     row.error = row.next_error or self._request_error
                 return
             done_before = [row.tokens_done for row in waiting]
-            if any(map(self._packing.is_whole, waiting)):  # they can't go inline
-                yield from self._shared.ready(self._limits, self._attempts)
+            whole = list(filter(self._packing.is_whole, waiting))
+            if whole:  # they can't go inline
+                yield from self._shared.ready(self._limits, self._attempts, whole[0].sequence._home.at)
             yield from self._round(self._packing.requests(waiting))
             waiting, delay_s = yield from self._rest(waiting, done_before)
 
@@ -163,21 +165,32 @@ class Exchange:
             row.apply_replies()
         errors = {row: row.next_error for row in rows}
         failed = {row: error for row, error in errors.items() if error is not None}
+        yield from self._follow(failed)
         delay_s = self._attempts.delay_s(*(error.retry_after_s for error in failed.values()))
         for row, error in failed.items():
-            is_rerouted = yield from rerouted(row.sequence._at, error)
+            is_rerouted = yield from rerouted(row.home.at, error)
             if delay_s is None or not (is_rerouted or self._may_retry(error)):
                 row.error = error
         if sum(row.tokens_done for row in rows) > sum(done_before):
             self._attempts.progressed()
         return [row for row in rows if not row.is_over], delay_s if failed else None
 
+    def _follow(self, failed: dict[RowProgress, DeltalineError]) -> Flow[None]:
+        """Take out those rows whose sequences were moved, and are to be sent again to where they live now."""
+        moved = []
+        for row, error in failed.items():
+            if (yield from followed(row.sequence, row.home, error)):
+                moved.append(row)
+        if moved and self._attempts.moved():
+            for row in moved:
+                del failed[row]
+
     def _first_round(self, request: Request, message: Sequence[Buffer]) -> Flow[None]:
         """The round of an ordinary batch, which is one request: as `_round`, without what several need."""
         self._last_number += 1
         timeout_s, answer = self._attempts.next_timeout_s(), None
         try:
-            yield Send(self._last_number, message, request.batch.sequences[0]._at)
+            yield Send(self._last_number, message, request.at)
             answer = yield Receive(max(0.0, timeout_s))
         finally:
             if answer is None:
@@ -202,7 +215,7 @@ class Exchange:
                     # A mistake in it leaves the rows as they are.
                     message = request.message(self._options, self._most_reply_bytes)
                     request.begin()
-                    yield Send(self._last_number, message, request.batch.sequences[0]._at)
+                    yield Send(self._last_number, message, request.at)
                 if not in_flight:
                     return
                 answer = yield Receive(max(0.0, self._attempts.timeout_s()))

@@ -13,6 +13,7 @@ from deltaline_client._exceptions import DuplicateSequence
 from deltaline_client._state import ClientState
 from deltaline_client._steps.sequence import Progress, SequenceRecord
 from deltaline_client._table import Numbers, SequenceTable, Slots
+from deltaline_client._transport.flow import Server
 
 # Groups that a client remembers. All are forgotten at once: a decode loop has few, and soon has them again.
 MOST_GROUPS = 16
@@ -24,15 +25,18 @@ _SLOT, _TABLE = attrgetter("_slot"), attrgetter("_table")
 class Group:
     """Sequences that are stepped together, each once. slots: theirs in the table. handles: as they lie on the wire.
 
-    has_one_epoch: whether one server process holds them all. A decode loop steps the same group again and again, so
-    what follows from its sequences is remembered by the client.
+    at: the server that holds the first. has_one_epoch: whether one process holds them all. moves: of how many moves of
+    the table's sequences this is known. A decode loop steps the same group again and again, so what follows from its
+    sequences is remembered by the client, until one of them may have been moved.
     """
 
     sequences: tuple[SequenceRecord, ...]
     table: SequenceTable
     slots: Slots
+    at: Server
     handles: bytes
     has_one_epoch: bool
+    moves: int
 
     @classmethod
     def of(cls, client: ClientState, sequences: Sequence[SequenceRecord]) -> Group:
@@ -43,7 +47,7 @@ class Group:
         own = tuple(sequences)
         key = own[0] if own else None, len(own)
         found = client._groups.get(key)
-        if found is None or found.sequences != own:
+        if found is None or found.sequences != own or found.moves != found.table.moves:
             if len(client._groups) >= MOST_GROUPS:
                 client._groups.clear()
             found = client._groups[key] = cls._made(own)
@@ -58,7 +62,8 @@ class Group:
             raise ValueError("sequences: expected those that one client opened, got sequences of several clients")
         table = tables.pop() if tables else SequenceTable()
         slots = np.fromiter(map(_SLOT, sequences), np.intp, len(sequences))
-        return cls(sequences, table, slots, table.handles(slots).tobytes(), table.have_one_epoch(slots))
+        at, handles, has_one_epoch, moves = table.homes(slots)
+        return cls(sequences, table, slots, at, handles.tobytes(), has_one_epoch, moves)
 
 
 class Hold:

@@ -57,6 +57,9 @@ class Packing:
 
     def requests(self, waiting: Sequence[RowProgress]) -> Iterator[Request]:
         """The requests of a round: rows that fit a message; long rows whole; a step of each of the others in turn."""
+        for row in waiting:
+            row.home = row.sequence._home
+        waiting = sorted(waiting, key=lambda row: row.home.at)  # a request is of one server
         for steps in self._messages(waiting):
             yield self._request(steps)
         cut: list[tuple[RowProgress, Iterator[RowStep]]] = []
@@ -124,7 +127,7 @@ class Packing:
                 count > budget
                 or len(steps) == self._limits.max_sequences
                 or row.output != steps[0][0].output
-                or row.sequence._at != steps[0][0].sequence._at
+                or row.home.at != steps[0][0].home.at
             ):
                 yield steps
                 steps, budget = [], self._limit

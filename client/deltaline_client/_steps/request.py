@@ -18,7 +18,8 @@ from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.hold import Hold
 from deltaline_client._steps.rows import RowResult, StepResult
 from deltaline_client._steps.sequence import NO_COMMIT, RowProgress, RowStep
-from deltaline_client._table import COMMIT, COMMIT_IN_DOUBT, PENDING, POSITION, STEP, Numbers
+from deltaline_client._table import COMMIT, COMMIT_IN_DOUBT, PENDING, POSITION, STEP, Home, Numbers
+from deltaline_client._transport.flow import Server
 from deltaline_client._transport.messages import StepAnswer, StepColumns, step_request
 from deltaline_client._types import RowOutcome, StepOptions, StepTiming
 
@@ -32,11 +33,14 @@ _NO_COMMIT = np.array(NO_COMMIT, "<i4").tobytes()
 class Request:
     """A StepRequest: the next step of each row of a batch.
 
-    steps, positions: of each row. accepted: of each row, as it lies on the wire. placement: where the tensors lie, None
+    at: who holds its sequences. steps, positions: of each row. handles, accepted: of each row, as they lie on the wire.
+    placement: where the tensors lie, None
     for in the message. applied: set once all rows of a batch were applied as arrays.
     """
 
     batch: Batch
+    at: Server
+    handles: bytes
     steps: Numbers
     positions: Numbers
     accepted: bytes
@@ -48,30 +52,33 @@ class Request:
     @classmethod
     def of_batch(cls, batch: Batch, hold: Hold) -> Request:
         """All rows of a batch, each with all its tokens; hold: of their sequences."""
-        numbers = hold.numbers
+        numbers, at, handles = hold.numbers, hold.group.at, hold.group.handles
         steps, positions = numbers[STEP] + 1, numbers[POSITION]
         if hold.is_plain:
-            return cls(batch, steps, positions, _NO_COMMIT * len(steps), _hold=hold)
+            return cls(batch, at, handles, steps, positions, _NO_COMMIT * len(steps), _hold=hold)
         accepted = numbers[COMMIT] + NO_COMMIT
-        return cls(batch, steps, positions + np.maximum(accepted, 0), accepted.astype("<i4").tobytes(), _hold=hold)
+        positions = positions + np.maximum(accepted, 0)
+        return cls(batch, at, handles, steps, positions, accepted.astype("<i4").tobytes(), _hold=hold)
 
     @classmethod
     def of_steps(cls, rows: Sequence[tuple[RowProgress, RowStep]]) -> Request:
-        """Steps that were cut from rows before."""
+        """Steps that were cut from rows before, which have one home server."""
         numbers = np.array([(step.number, step.position, step.accepted) for _, step in rows], "<i8").T
-        return cls(Batch.of_steps(rows), numbers[0], numbers[1], numbers[2].astype("<i4").tobytes(), _rows=rows)
+        at, handles = rows[0][0].home.at, np.array([row.home.handle for row, _ in rows], "<u8").tobytes()
+        accepted = numbers[2].astype("<i4").tobytes()
+        return cls(Batch.of_steps(rows), at, handles, numbers[0], numbers[1], accepted, _rows=rows)
 
     def rows(self) -> Sequence[tuple[RowProgress, RowStep]]:
         """The rows one by one. Those of a batch are taken apart here: their steps are sent, so they are in doubt."""
         if self._hold is not None and not self._rows:
             self._rows = [(row, row.cut(len(row.hidden))) for row in self.batch.rows(self._hold.progress)]
-            for _, step in self._rows:
-                step.in_doubt = True
+            for (row, step), handle in zip(self._rows, np.frombuffer(self.handles, "<u8").tolist(), strict=True):
+                row.home, step.in_doubt = Home(self.at, handle), True
         return self._rows
 
     def place(self, shared: SharedMemory) -> None:
         """Put the tensors into shared memory, if it is of who holds the sequences and has room."""
-        if shared.server.epoch not in (0, self.batch.sequences[0].server_epoch):
+        if shared.server.epoch not in (0, self.at.epoch):
             return
         batch, key = self.batch, tuple([step for _, step in self._rows]) if self._rows else (self,)
         shape = int(batch.start[-1]), *batch.input_shape
@@ -92,9 +99,8 @@ class Request:
     def message(self, options: StepOptions, most_reply_bytes: int) -> list[wire.Buffer]:
         """The serialised StepRequest in pieces. most_reply_bytes: what may come back in a message."""
         batch, place = self.batch, self.placement
-        hold = self._hold
         columns = StepColumns(
-            _handles(batch) if hold is None else hold.group.handles,
+            self.handles,
             batch.kinds,
             self.steps.tobytes(),
             self.positions.tobytes(),
@@ -103,7 +109,7 @@ class Request:
         )
         queue_timeout_s = options.get("queue_timeout_s")
         return step_request(
-            batch.sequences[0].server_epoch,
+            self.at.epoch,
             options.get("span", 0),
             columns,
             _OUTPUT_ROWS[batch.output],
@@ -159,10 +165,6 @@ class Request:
             columns[PENDING] = np.diff(batch.start) * is_verify
         hold.ledger.write(hold.group.slots, columns)
         return True
-
-
-def _handles(batch: Batch) -> bytes:
-    return np.array([sequence.handle for sequence in batch.sequences], "<u8").tobytes()
 
 
 class Applied(StepResult):

@@ -27,8 +27,8 @@ from deltaline_client._exceptions import (
 from deltaline_client._prefixes import PrefixMatch, Waypoint, Waypoints
 from deltaline_client._state import ClientState
 from deltaline_client._steps.places import Places
-from deltaline_client._table import COMMIT, COMMIT_IN_DOUBT, HOLDER, PENDING, POSITION, STEP, UNFINISHED
-from deltaline_client._transport.flow import Flow, Server
+from deltaline_client._table import COMMIT, COMMIT_IN_DOUBT, HOLDER, PENDING, POSITION, STEP, UNFINISHED, Home
+from deltaline_client._transport.flow import Flow
 from deltaline_client._types import Output, RowOutcome
 
 NO_COMMIT = -1
@@ -121,7 +121,8 @@ class SequenceRecord:
     """A sequence that the server holds: its handle, and a view of the client's progress per span.
 
     server_epoch, server: the process that holds it, and its server's name, the address at which calls about the
-    sequence go on where this client may follow it; "" where it told none.
+    sequence go on where this client may follow it; "" where it told none. Where the sequence is moved they and the
+    handle become those of its owner, as soon as a call learns of it.
 
     adapter: the name under which its adapter was opened, None for none. adapter_hash: that adapter's content_hash, b""
     for none; a name may come to mean another adapter, the sequence keeps the one that it was opened with. match: what
@@ -137,16 +138,12 @@ class SequenceRecord:
         self,
         client: ClientState,
         slot: int,
-        handle: int,
-        at: Server,
         adapter: str | None = None,
         adapter_hash: bytes = b"",
     ) -> None:
-        """slot: which `client._table` has taken for the handle."""
+        """slot: which `client._table` has taken for it."""
         self._client, self._table, self._slot = client, client._table, slot
         self._unfinished: dict[int, RowProgress] = {}
-        self.handle = handle
-        self.server_epoch, self.server = self._at = at
         self.adapter, self.adapter_hash = adapter, adapter_hash
 
     def __del__(self) -> None:
@@ -155,6 +152,22 @@ class SequenceRecord:
 
     def _run(self, flow: Flow[Any]) -> Any:
         return self._client._run(flow)
+
+    @property
+    def _home(self) -> Home:
+        return self._table.home(self._slot)
+
+    @property
+    def handle(self) -> int:
+        return self._home.handle
+
+    @property
+    def server_epoch(self) -> int:
+        return self._home.at.epoch
+
+    @property
+    def server(self) -> str:
+        return self._home.at.name
 
     def progress(self, span: int = 0) -> Progress:
         """The client's view of one span; it changes as steps are done."""
@@ -201,9 +214,9 @@ class RowStep:
 class RowProgress:
     """One row of a call on its way: what to send, what came back.
 
-    progress: of its sequence, which the row advances. hidden [n, *input_shape] in the server's type. output_shape: of
-    one token. steps: those that were cut from it and are not known to be applied, in order; more than one only when the
-    row is larger than a request may be.
+    progress: of its sequence, which the row advances. home: where that lived when the row was sent last. hidden
+    [n, *input_shape] in the server's type. output_shape: of one token. steps: those that were cut from it and are not
+    known to be applied, in order; more than one only when the row is larger than a request may be.
     tokens_cut, tokens_done: how many of its tokens are cut, and applied. lost: set when steps were applied whose
     outputs can't be had any more; nothing more is cut then. places: where it leaves snapshots, None for nowhere.
     waypoints: what became of these so far.
@@ -211,6 +224,7 @@ class RowProgress:
 
     sequence: SequenceRecord
     progress: Progress
+    home: Home
     kind: layer_service_pb2.RowKind.ValueType
     hidden: Array
     output: Output

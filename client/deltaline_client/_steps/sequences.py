@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
@@ -13,10 +13,12 @@ from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._exceptions import DeltalineError, ProtocolError, SnapshotUnknown
 from deltaline_client._prefixes import REUSE, Prefix, PrefixMatch, Reuse
 from deltaline_client._seconds import milliseconds
-from deltaline_client._state import ClientState, info, retried
+from deltaline_client._state import ClientState, answerer, info, retried
+from deltaline_client._steps.moves import by_server, elsewhere, followed
 from deltaline_client._steps.sequence import SequenceRecord
-from deltaline_client._transport.flow import Flow, Method, Response, Server
+from deltaline_client._transport.flow import Flow, Method, Server
 from deltaline_client._transport.methods import CLOSE, DESCRIBE, DRAIN, LOAD, OPEN, RENEW
+from deltaline_client._transport.retry import MOST_MOVES
 from deltaline_client._types import SequenceDescription, SequenceState, ServerLoad
 
 S = TypeVar("S", bound=SequenceRecord)
@@ -28,8 +30,8 @@ _TOKEN_BYTES = 16
 _MAX_ASKED = 256
 _LOST = layers.SEQUENCE_STATE_LOST
 
-Make: TypeAlias = Callable[[ClientState, int, int, Server, str | None, bytes], S]
-"""Makes a sequence of a client, slot, handle, who holds it, adapter and adapter_hash."""
+Make: TypeAlias = Callable[[ClientState, int, str | None, bytes], S]
+"""Makes a sequence of a client, slot, adapter and adapter_hash."""
 
 
 def open_sequences(
@@ -75,7 +77,7 @@ def open_sequences(
     response = yield from retried(client, OPEN, request, server)
     if len(response.sequence) != count:
         raise ProtocolError(f"asked for {count} sequences, got {len(response.sequence)}")
-    at, adapter_hash = Server(response.server_epoch, response.server), response.adapter_hash
+    at, adapter_hash = answerer(response, server), response.adapter_hash
     match = PrefixMatch.from_proto(response.match) if response.HasField("match") else None
     if snapshot_id:
         adapter = response.adapter or None
@@ -103,8 +105,8 @@ def begin(
     """
     if client._info is not None and client._info.server_epoch != at.epoch and at.epoch not in client._table.epochs:
         client._info = None  # another process answers now; it may serve something else
-    slots = client._table.take(handles, at.epoch, position)
-    return [make(client, slot, handle, at, adapter, adapter_hash) for slot, handle in zip(slots, handles, strict=True)]
+    slots = client._table.take(handles, at, position)
+    return [make(client, slot, adapter, adapter_hash) for slot in slots]
 
 
 def close(client: ClientState, sequences: Sequence[SequenceRecord]) -> Flow[list[SequenceState]]:
@@ -146,20 +148,21 @@ def load(client: ClientState) -> Flow[ServerLoad]:
     return ServerLoad.from_proto((yield from retried(client, LOAD, admin.GetLoadRequest())))
 
 
-def drain(client: ClientState, timeout_s: float | None = None) -> Flow[int]:
+def drain(client: ClientState, timeout_s: float | None = None, *, target: str | None = None) -> Flow[int]:
     """Begin the server's drain and return how many sequences are still open.
 
     It opens no more sequences, steps the open ones for timeout_s (default: the server's own), then stops. Idempotent.
+    target: the server to which they are moved meanwhile, as by `move`, whoever's they are; default none.
     """
-    request = admin.DrainRequest(timeout_ms=milliseconds("timeout_s", timeout_s))
+    request = admin.DrainRequest(timeout_ms=milliseconds("timeout_s", timeout_s), target=target or "")
     return (yield from retried(client, DRAIN, request)).sequences_open
 
 
 def _asked(
     client: ClientState,
-    method: Method[Any, Response],
+    method: Method[Any, Any],
     sequences: Sequence[SequenceRecord],
-    answers: Callable[[Response], Sequence[T]],
+    answers: Callable[[Any], Sequence[T]],
     state_of: Callable[[T], Any] = lambda state: state,
     **fields: int,
 ) -> Flow[list[T]]:
@@ -168,30 +171,40 @@ def _asked(
     state_of: an answer's. Raises the error of the first server that could not be asked, once all others were.
     """
     found: dict[SequenceRecord, T] = {}
-    failed: DeltalineError | None = None
 
-    def is_elsewhere(response: Response) -> bool:
-        return any(state_of(one) == layers.SEQUENCE_STATE_ELSEWHERE for one in answers(response))
+    def is_elsewhere(response: Any) -> bool:
+        moved = {one.row for one in response.moved}
+        states = map(state_of, answers(response))
+        return any(state == layers.SEQUENCE_STATE_ELSEWHERE and row not in moved for row, state in enumerate(states))
 
-    for server, group in _groups(sequences):
-        handles = [sequence.handle for sequence in group]
-        request = method.request_type(server_epoch=server.epoch, sequence=handles, **fields)
-        try:
-            got = answers((yield from retried(client, method, request, server, is_elsewhere)))
-        except DeltalineError as error:
-            failed = failed or error
-            continue
-        if len(got) != len(group):
-            raise ProtocolError(f"asked about {len(group)} sequences, got {len(got)} answers")
-        found.update(zip(group, got, strict=True))
+    def ask(sequences: Sequence[SequenceRecord], moves: int) -> Flow[DeltalineError | None]:
+        """Find the answers, of those that were moved at their owners; give the first error."""
+        failed, moved = None, list[SequenceRecord]()
+        for server, homes in by_server(sequences, _MAX_ASKED):
+            handles = [home.handle for home in homes.values()]
+            request = method.request_type(server_epoch=server.epoch, sequence=handles, **fields)
+            try:
+                response = yield from retried(client, method, request, server, is_elsewhere)
+            except DeltalineError as error:
+                failed = failed or error
+                continue
+            got = answers(response)
+            if len(got) != len(homes):
+                raise ProtocolError(f"asked about {len(homes)} sequences, got {len(got)} answers")
+            owners = {one.row: elsewhere(one) for one in response.moved}
+            for row, (sequence, answer) in enumerate(zip(homes, got, strict=True)):
+                if row not in owners:
+                    found[sequence] = answer
+                elif moves and (yield from followed(sequence, homes[sequence], owners[row])):
+                    moved.append(sequence)
+                else:
+                    failed = failed or owners[row]
+        if moved:
+            late = yield from ask(moved, moves - 1)
+            failed = failed or late
+        return failed
+
+    failed = yield from ask(sequences, MOST_MOVES)
     if failed is not None:
         raise failed
     return [found[sequence] for sequence in sequences]
-
-
-def _groups(sequences: Sequence[SequenceRecord]) -> Iterator[tuple[Server, Sequence[SequenceRecord]]]:
-    """Sequences by the server that holds them, _MAX_ASKED at a time."""
-    for server in dict.fromkeys(sequence._at for sequence in sequences):
-        held = [sequence for sequence in sequences if sequence._at == server]
-        for first in range(0, len(held), _MAX_ASKED):
-            yield server, held[first : first + _MAX_ASKED]

@@ -22,7 +22,7 @@ from deltaline_client._transport.caller import Caller
 from deltaline_client._transport.channels.async_stream import AsyncStepStream, Mailbox
 from deltaline_client._transport.channels.channel import error_of
 from deltaline_client._transport.channels.ways import Used, Ways
-from deltaline_client._transport.flow import Answer, Call, Found, Reroute, Server, TakeMemory
+from deltaline_client._transport.flow import Answer, Call, Found, MayGo, Reroute, Server, TakeMemory
 from deltaline_client._transport.link.asynchronous import AsyncLink
 from deltaline_client._transport.link.connect import Where, connect
 from deltaline_client._transport.process import forked
@@ -53,6 +53,9 @@ class AsyncSession(Protocol):
 
     def turn(self, command: Reroute) -> bool:
         """Go another way to a server from now on. Returns whether there is one."""
+
+    def may_go(self, command: MayGo) -> bool:
+        """Whether calls may go to a server that another has named."""
 
 
 class AsyncTransport:
@@ -175,6 +178,8 @@ class _LinkSession:
         return await self._connection.call(command)
 
     async def memory(self, command: TakeMemory) -> Region | None:
+        if command.server.epoch != self._here:
+            return None
         return await self._connection.memory(command.size_bytes, command.timeout_s)
 
     def turn(self, command: Reroute) -> bool:
@@ -182,6 +187,9 @@ class _LinkSession:
             self._here = 0  # gRPC beside it goes on with all
             return True
         return self._beside is not None and self._beside.turn(command)
+
+    def may_go(self, command: MayGo) -> bool:
+        return command.server.epoch == self._here or (self._ways is not None and self._ways.may_go(command.server.name))
 
     def _others(self, ways: AioWays) -> _GrpcSession:
         if self._beside is None:
@@ -216,7 +224,9 @@ class _GrpcSession:
         way = self._ways.to(name)
         self._used[name] = way, time.monotonic()
         try:
-            return await self._answer(command, way.methods[command.method.path])
+            made = await self._answer(command, way.methods[command.method.path])
+            way.has_answered = True
+            return made
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         except (asyncio.CancelledError, grpc.aio.UsageError):
@@ -230,6 +240,9 @@ class _GrpcSession:
     def turn(self, command: Reroute) -> bool:
         used = self._used.get(command.server.name)
         return used is not None and self._ways.turn(used, command.came_elsewhere)
+
+    def may_go(self, command: MayGo) -> bool:
+        return self._ways.may_go(command.server.name)
 
     async def _answer(self, command: Call, method: Any) -> Any:
         """Make one attempt at a method. Raises grpc.RpcError; TransportError for a stream of requests that broke."""
@@ -290,6 +303,9 @@ class _NoSession:
         raise self._error
 
     def turn(self, command: Reroute) -> bool:
+        return False
+
+    def may_go(self, command: MayGo) -> bool:
         return False
 
 

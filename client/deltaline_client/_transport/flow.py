@@ -1,9 +1,9 @@
 """Flows: what the client does, written once as generators that know no I/O.
 
-A flow yields a command (Call, Sleep, Send, Receive, Found, Reroute, TakeMemory), is sent what that gives (or is thrown
-an exception), and returns its result. Calls have one response; steps go by Send and Receive over a stream of steps,
-many in flight at once. The two drivers are `Client` (threads) and `AsyncClient` (asyncio), over gRPC or the local link;
-`blocking` and `awaited` turn a flow into their methods.
+A flow yields a command (Call, Sleep, Send, Receive, Found, Reroute, MayGo, TakeMemory), is sent what that gives (or is
+thrown an exception), and returns its result. Calls have one response; steps go by Send and Receive over a stream of
+steps, many in flight at once. The two drivers are `Client` (threads) and `AsyncClient` (asyncio), over gRPC or the
+local link; `blocking` and `awaited` turn a flow into their methods.
 """
 
 from __future__ import annotations
@@ -108,9 +108,18 @@ class Reroute:
 
 
 @dataclass(frozen=True)
-class TakeMemory:
-    """Ask for link memory. Resumed with a Region, or None where the calls go by gRPC; thrown a DeltalineError."""
+class MayGo:
+    """Resumed with whether calls of this client may go to a server that another has named."""
 
+    server: Server
+
+
+@dataclass(frozen=True)
+class TakeMemory:
+    """Ask a server for link memory. Resumed with a Region, or None where it is reached by gRPC; thrown a
+    DeltalineError."""
+
+    server: Server
     size_bytes: int
     timeout_s: float
 
@@ -118,7 +127,7 @@ class TakeMemory:
 Answer: TypeAlias = tuple[int, Any]
 """The number of a Send, and its StepAnswer or the DeltalineError that took its place."""
 
-Flow: TypeAlias = Generator[Call | Sleep | Send | Receive | Found | Reroute | TakeMemory, Any, T]
+Flow: TypeAlias = Generator[Call | Sleep | Send | Receive | Found | Reroute | MayGo | TakeMemory, Any, T]
 
 
 def call(

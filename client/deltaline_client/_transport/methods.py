@@ -44,6 +44,7 @@ RELEASE_SNAPSHOTS = Method(
 
 EXPORT_STATE = Method(_STATES + "ExportState", states.ExportStateRequest, states.ExportStateResponse, gives_stream=True)
 IMPORT_STATE = Method(_STATES + "ImportState", states.ImportStateRequest, states.ImportStateResponse, takes_stream=True)
+MOVE = Method(_STATES + "MoveSequences", states.MoveSequencesRequest, states.MoveSequencesResponse)
 
 STEP_STREAM = _LAYERS + "StepStream"
 
@@ -52,6 +53,6 @@ METHODS = (
     *(INFO, LOAD, DRAIN, CREATE_MEMORY, RELEASE_MEMORY),
     *(LOAD_ADAPTER, UNLOAD_ADAPTER, LIST_ADAPTERS),
     *(FORK, CREATE_SNAPSHOTS, RESTORE, FIND_SNAPSHOTS, LIST_SNAPSHOTS, RENEW_SNAPSHOTS, RELEASE_SNAPSHOTS),
-    *(EXPORT_STATE, IMPORT_STATE),
+    *(EXPORT_STATE, IMPORT_STATE, MOVE),
 )
 """All but the stream."""

@@ -21,6 +21,9 @@ from deltaline_client._exceptions import (
 )
 from deltaline_client._seconds import check_seconds
 
+# So many moves of a sequence are followed one after the other. A move takes longer than a call: more are a circle.
+MOST_MOVES = 8
+
 
 @dataclass(frozen=True)
 class Retry:
@@ -75,7 +78,7 @@ class Attempts:
             raise ValueError(f"timeout_s: expected a positive number, got {timeout_s}")
         self._retry = retry
         self._deadline = retry.clock() + timeout_s
-        self._made = 0
+        self._made = self._moves = 0
 
     def next_timeout_s(self) -> float:
         """Count an attempt and return how long it may take, seconds; 0 or less when the deadline is over."""
@@ -99,6 +102,12 @@ class Attempts:
         delay_s = max([backoff_s, *(asked_s for asked_s in retry_after_s if asked_s is not None)])
         return delay_s if retry.clock() + delay_s < self._deadline else None
 
+    def moved(self) -> bool:
+        """The attempt under way counts for none: a sequence was moved. Return whether to follow it, which ends where it
+        was moved too often with nothing done in between."""
+        self._made, self._moves = self._made - 1, self._moves + 1
+        return self._moves <= MOST_MOVES
+
     def progressed(self) -> None:
-        """Begin the backoff anew: something got through."""
-        self._made = 0
+        """Begin the backoff anew, and the count of moves: something got through."""
+        self._made = self._moves = 0

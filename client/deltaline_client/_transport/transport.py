@@ -24,7 +24,7 @@ from deltaline_client._transport.caller import Caller
 from deltaline_client._transport.channels.channel import error_of
 from deltaline_client._transport.channels.stream import Mailbox, StepStream
 from deltaline_client._transport.channels.ways import Used, Ways
-from deltaline_client._transport.flow import Answer, Call, Found, Reroute, Server, TakeMemory
+from deltaline_client._transport.flow import Answer, Call, Found, MayGo, Reroute, Server, TakeMemory
 from deltaline_client._transport.link.blocking import BlockingLink
 from deltaline_client._transport.link.connect import Where, connect
 from deltaline_client._transport.process import forked
@@ -55,6 +55,9 @@ class Session(Protocol):
 
     def turn(self, command: Reroute) -> bool:
         """Go another way to a server from now on. Returns whether there is one."""
+
+    def may_go(self, command: MayGo) -> bool:
+        """Whether calls may go to a server that another has named."""
 
     def close(self) -> None:
         """The flow is over."""
@@ -205,6 +208,8 @@ class _LinkSession:
         return self._connection.call(command)
 
     def memory(self, command: TakeMemory) -> Region | None:
+        if command.server.epoch != self._here:
+            return None
         return self._connection.memory(command.size_bytes, command.timeout_s)
 
     def turn(self, command: Reroute) -> bool:
@@ -212,6 +217,9 @@ class _LinkSession:
             self._here = 0  # gRPC beside it goes on with all
             return True
         return self._beside is not None and self._beside.turn(command)
+
+    def may_go(self, command: MayGo) -> bool:
+        return command.server.epoch == self._here or (self._ways is not None and self._ways.may_go(command.server.name))
 
     def _others(self, ways: GrpcWays) -> _GrpcSession:
         if self._beside is None:
@@ -251,9 +259,11 @@ class _GrpcSession:
         try:
             metadata = self._ways.caller.metadata(command.server)
             made = method(command.request, timeout=command.timeout_s, metadata=metadata)
-            if command.take is None:
-                return made
-            return _take_all(made, command.take)
+            if command.take is not None:
+                _take_all(made, command.take)
+                made = None
+            way.has_answered = True
+            return made
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         except ValueError:  # what grpc raises on a channel that is closed
@@ -265,6 +275,9 @@ class _GrpcSession:
     def turn(self, command: Reroute) -> bool:
         used = self._used.get(command.server.name)
         return used is not None and self._ways.turn(used, command.came_elsewhere)
+
+    def may_go(self, command: MayGo) -> bool:
+        return self._ways.may_go(command.server.name)
 
     def close(self) -> None:
         pass
@@ -303,6 +316,9 @@ class _NoSession:
         raise self._error
 
     def turn(self, command: Reroute) -> bool:
+        return False
+
+    def may_go(self, command: MayGo) -> bool:
         return False
 
     def close(self) -> None:

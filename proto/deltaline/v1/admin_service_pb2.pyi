@@ -470,18 +470,26 @@ class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
     timeout_ms: _builtins.int
     """How long existing sequences are stepped, milliseconds; 0 for the server's drain_timeout. At most 24 hours, else
     INVALID_ARGUMENT, reason INVALID_REQUEST.
+    """
+    target: _builtins.str
+    """Where existing sequences are moved, as by MoveSequences, while they are stepped: MoveSequencesRequest.target, refused
+    as that; then no drain begins. Empty: they stay until they are closed. Those that can't be moved are tried again
+    until the time is over. Every target that was ever named takes its turn. The server ends before that once none is
+    open, and each that was moved was told of.
     """
     def __init__(
         self,
         *,
         timeout_ms: _builtins.int = ...,
+        target: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["target", b"target", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,59 +27,61 @@ from deltaline.v1 import tensor_pb2 as deltaline_dot_v1_dot_tensor__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n deltaline/v1/layer_service.proto\x12\x0c\x64\x65ltaline.v1\x1a\x19\x64\x65ltaline/v1/prefix.proto\x1a\x19\x64\x65ltaline/v1/tensor.proto\x1a\x17google/rpc/status.proto\"<\n\tRowStatus\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\xc5\x01\n\x14OpenSequencesRequest\x12\r\n\x05\x63ount\x18\x01 \x01(\r\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\x12\x12\n\nopen_token\x18\x03 \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x13\n\x0bsnapshot_id\x18\x05 \x01(\x0c\x12(\n\x06prefix\x18\x06 \x01(\x0b\x32\x18.deltaline.v1.PrefixKeys\x12(\n\x05reuse\x18\x07 \x01(\x0e\x32\x19.deltaline.v1.ReusePolicy\"\xc4\x01\n\x15OpenSequencesResponse\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x03(\x06\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\x12\x14\n\x0c\x61\x64\x61pter_hash\x18\x04 \x01(\x0c\x12\x10\n\x08position\x18\x05 \x01(\x04\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12(\n\x05match\x18\x07 \x01(\x0b\x32\x19.deltaline.v1.PrefixMatch\x12\x0e\n\x06server\x18\x08 \x01(\t\"?\n\x15\x43loseSequencesRequest\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x03(\x06\"D\n\x16\x43loseSequencesResponse\x12*\n\x05state\x18\x01 \x03(\x0e\x32\x1b.deltaline.v1.SequenceState\"B\n\x18\x44\x65scribeSequencesRequest\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x03(\x06\"_\n\x0cSpanProgress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x17\n\x0fsteps_in_flight\x18\x03 \x01(\r\x12\x16\n\x0epending_tokens\x18\x04 \x01(\r\"\xc1\x01\n\x13SequenceDescription\x12\x10\n\x08sequence\x18\x01 \x01(\x06\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.deltaline.v1.SequenceState\x12\x1a\n\x12lease_remaining_ms\x18\x03 \x01(\x04\x12)\n\x05spans\x18\x04 \x03(\x0b\x32\x1a.deltaline.v1.SpanProgress\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x14\n\x0c\x61\x64\x61pter_hash\x18\x06 \x01(\x0c\"Q\n\x19\x44\x65scribeSequencesResponse\x12\x34\n\tsequences\x18\x01 \x03(\x0b\x32!.deltaline.v1.SequenceDescription\"N\n\x12RenewLeasesRequest\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x03(\x06\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\"A\n\x13RenewLeasesResponse\x12*\n\x05state\x18\x01 \x03(\x0e\x32\x1b.deltaline.v1.SequenceState\"A\n\x0bOutputSlice\x12\x0e\n\x06region\x18\x01 \x01(\x06\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\xa5\x03\n\x0bStepRequest\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x0c\n\x04span\x18\x02 \x01(\r\x12\x10\n\x08sequence\x18\x03 \x03(\x06\x12#\n\x04kind\x18\x04 \x03(\x0e\x32\x15.deltaline.v1.RowKind\x12\x0c\n\x04step\x18\x05 \x03(\x06\x12\x10\n\x08position\x18\x06 \x03(\x06\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x07 \x03(\x0f\x12\x17\n\x0fquery_start_loc\x18\x08 \x03(\x07\x12$\n\x06hidden\x18\t \x01(\x0b\x32\x14.deltaline.v1.Tensor\x12(\n\x06output\x18\n \x01(\x0e\x32\x18.deltaline.v1.OutputRows\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12\x18\n\x10queue_timeout_us\x18\x0c \x01(\x04\x12/\n\x0coutput_slice\x18\r \x01(\x0b\x32\x19.deltaline.v1.OutputSlice\x12*\n\twaypoints\x18\x0e \x03(\x0b\x32\x17.deltaline.v1.Waypoints\x12\x17\n\x0fmax_reply_bytes\x18\x0f \x01(\x04\"\x85\x01\n\nStepTiming\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\ncopy_in_ns\x18\x02 \x01(\x04\x12\x12\n\ncompute_ns\x18\x03 \x01(\x04\x12\x13\n\x0b\x63opy_out_ns\x18\x04 \x01(\x04\x12\x12\n\nbatch_rows\x18\x05 \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x06 \x01(\r\"\x8d\x02\n\x0cStepResponse\x12)\n\x07outcome\x18\x01 \x03(\x0e\x32\x18.deltaline.v1.RowOutcome\x12\x10\n\x08position\x18\x02 \x03(\x06\x12\x18\n\x10output_start_loc\x18\x03 \x03(\x07\x12$\n\x06hidden\x18\x04 \x01(\x0b\x32\x14.deltaline.v1.Tensor\x12+\n\nrow_status\x18\x05 \x03(\x0b\x32\x17.deltaline.v1.RowStatus\x12(\n\x06timing\x18\x06 \x01(\x0b\x32\x18.deltaline.v1.StepTiming\x12)\n\twaypoints\x18\x07 \x03(\x0b\x32\x16.deltaline.v1.Waypoint\"n\n\x16\x43ommitSequencesRequest\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x0c\n\x04span\x18\x02 \x01(\r\x12\x10\n\x08sequence\x18\x03 \x03(\x06\x12\x0c\n\x04step\x18\x04 \x03(\x06\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x03(\x0f\"X\n\x17\x43ommitSequencesResponse\x12\x10\n\x08position\x18\x01 \x03(\x06\x12+\n\nrow_status\x18\x02 \x03(\x0b\x32\x17.deltaline.v1.RowStatus\"i\n\x11StepStreamRequest\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\'\n\x04step\x18\x02 \x01(\x0b\x32\x19.deltaline.v1.StepRequest\x12\x13\n\x0btraceparent\x18\x03 \x01(\x0c\"\x88\x01\n\x12StepStreamResponse\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12*\n\x04step\x18\x02 \x01(\x0b\x32\x1a.deltaline.v1.StepResponseH\x00\x12$\n\x06status\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result*c\n\x07RowKind\x12\x18\n\x14ROW_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10ROW_KIND_PREFILL\x10\x01\x12\x13\n\x0fROW_KIND_DECODE\x10\x02\x12\x13\n\x0fROW_KIND_VERIFY\x10\x03*j\n\nOutputRows\x12\x1b\n\x17OUTPUT_ROWS_UNSPECIFIED\x10\x00\x12\x13\n\x0fOUTPUT_ROWS_ALL\x10\x01\x12\x14\n\x10OUTPUT_ROWS_LAST\x10\x02\x12\x14\n\x10OUTPUT_ROWS_NONE\x10\x03*\x8e\x01\n\nRowOutcome\x12\x1b\n\x17ROW_OUTCOME_UNSPECIFIED\x10\x00\x12\x18\n\x14ROW_OUTCOME_EXECUTED\x10\x01\x12\x18\n\x14ROW_OUTCOME_REPLAYED\x10\x02\x12\x16\n\x12ROW_OUTCOME_JOINED\x10\x03\x12\x17\n\x13ROW_OUTCOME_REFUSED\x10\x04*\x8b\x02\n\rSequenceState\x12\x1e\n\x1aSEQUENCE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13SEQUENCE_STATE_OPEN\x10\x01\x12\x1a\n\x16SEQUENCE_STATE_CLOSING\x10\x02\x12\x1b\n\x17SEQUENCE_STATE_POISONED\x10\x03\x12\x19\n\x15SEQUENCE_STATE_CLOSED\x10\x04\x12\x1a\n\x16SEQUENCE_STATE_EXPIRED\x10\x05\x12\x17\n\x13SEQUENCE_STATE_LOST\x10\x06\x12\x1a\n\x16SEQUENCE_STATE_UNKNOWN\x10\x07\x12\x1c\n\x18SEQUENCE_STATE_ELSEWHERE\x10\x08\x32\xf3\x04\n\x0cLayerService\x12X\n\rOpenSequences\x12\".deltaline.v1.OpenSequencesRequest\x1a#.deltaline.v1.OpenSequencesResponse\x12[\n\x0e\x43loseSequences\x12#.deltaline.v1.CloseSequencesRequest\x1a$.deltaline.v1.CloseSequencesResponse\x12\x64\n\x11\x44\x65scribeSequences\x12&.deltaline.v1.DescribeSequencesRequest\x1a\'.deltaline.v1.DescribeSequencesResponse\x12R\n\x0bRenewLeases\x12 .deltaline.v1.RenewLeasesRequest\x1a!.deltaline.v1.RenewLeasesResponse\x12=\n\x04Step\x12\x19.deltaline.v1.StepRequest\x1a\x1a.deltaline.v1.StepResponse\x12^\n\x0f\x43ommitSequences\x12$.deltaline.v1.CommitSequencesRequest\x1a%.deltaline.v1.CommitSequencesResponse\x12S\n\nStepStream\x12\x1f.deltaline.v1.StepStreamRequest\x1a .deltaline.v1.StepStreamResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n deltaline/v1/layer_service.proto\x12\x0c\x64\x65ltaline.v1\x1a\x19\x64\x65ltaline/v1/prefix.proto\x1a\x19\x64\x65ltaline/v1/tensor.proto\x1a\x17google/rpc/status.proto\"T\n\rMovedSequence\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x0e\n\x06server\x18\x02 \x01(\t\x12\x14\n\x0cserver_epoch\x18\x03 \x01(\x06\x12\x10\n\x08sequence\x18\x04 \x01(\x06\"<\n\tRowStatus\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\xc5\x01\n\x14OpenSequencesRequest\x12\r\n\x05\x63ount\x18\x01 \x01(\r\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\x12\x12\n\nopen_token\x18\x03 \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x13\n\x0bsnapshot_id\x18\x05 \x01(\x0c\x12(\n\x06prefix\x18\x06 \x01(\x0b\x32\x18.deltaline.v1.PrefixKeys\x12(\n\x05reuse\x18\x07 \x01(\x0e\x32\x19.deltaline.v1.ReusePolicy\"\xc4\x01\n\x15OpenSequencesResponse\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x03(\x06\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\x12\x14\n\x0c\x61\x64\x61pter_hash\x18\x04 \x01(\x0c\x12\x10\n\x08position\x18\x05 \x01(\x04\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12(\n\x05match\x18\x07 \x01(\x0b\x32\x19.deltaline.v1.PrefixMatch\x12\x0e\n\x06server\x18\x08 \x01(\t\"?\n\x15\x43loseSequencesRequest\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x03(\x06\"p\n\x16\x43loseSequencesResponse\x12*\n\x05state\x18\x01 \x03(\x0e\x32\x1b.deltaline.v1.SequenceState\x12*\n\x05moved\x18\x02 \x03(\x0b\x32\x1b.deltaline.v1.MovedSequence\"B\n\x18\x44\x65scribeSequencesRequest\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x03(\x06\"_\n\x0cSpanProgress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x17\n\x0fsteps_in_flight\x18\x03 \x01(\r\x12\x16\n\x0epending_tokens\x18\x04 \x01(\r\"\xc1\x01\n\x13SequenceDescription\x12\x10\n\x08sequence\x18\x01 \x01(\x06\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.deltaline.v1.SequenceState\x12\x1a\n\x12lease_remaining_ms\x18\x03 \x01(\x04\x12)\n\x05spans\x18\x04 \x03(\x0b\x32\x1a.deltaline.v1.SpanProgress\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x14\n\x0c\x61\x64\x61pter_hash\x18\x06 \x01(\x0c\"}\n\x19\x44\x65scribeSequencesResponse\x12\x34\n\tsequences\x18\x01 \x03(\x0b\x32!.deltaline.v1.SequenceDescription\x12*\n\x05moved\x18\x02 \x03(\x0b\x32\x1b.deltaline.v1.MovedSequence\"N\n\x12RenewLeasesRequest\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x03(\x06\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\"m\n\x13RenewLeasesResponse\x12*\n\x05state\x18\x01 \x03(\x0e\x32\x1b.deltaline.v1.SequenceState\x12*\n\x05moved\x18\x02 \x03(\x0b\x32\x1b.deltaline.v1.MovedSequence\"A\n\x0bOutputSlice\x12\x0e\n\x06region\x18\x01 \x01(\x06\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\xa5\x03\n\x0bStepRequest\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x0c\n\x04span\x18\x02 \x01(\r\x12\x10\n\x08sequence\x18\x03 \x03(\x06\x12#\n\x04kind\x18\x04 \x03(\x0e\x32\x15.deltaline.v1.RowKind\x12\x0c\n\x04step\x18\x05 \x03(\x06\x12\x10\n\x08position\x18\x06 \x03(\x06\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x07 \x03(\x0f\x12\x17\n\x0fquery_start_loc\x18\x08 \x03(\x07\x12$\n\x06hidden\x18\t \x01(\x0b\x32\x14.deltaline.v1.Tensor\x12(\n\x06output\x18\n \x01(\x0e\x32\x18.deltaline.v1.OutputRows\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12\x18\n\x10queue_timeout_us\x18\x0c \x01(\x04\x12/\n\x0coutput_slice\x18\r \x01(\x0b\x32\x19.deltaline.v1.OutputSlice\x12*\n\twaypoints\x18\x0e \x03(\x0b\x32\x17.deltaline.v1.Waypoints\x12\x17\n\x0fmax_reply_bytes\x18\x0f \x01(\x04\"\x85\x01\n\nStepTiming\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\ncopy_in_ns\x18\x02 \x01(\x04\x12\x12\n\ncompute_ns\x18\x03 \x01(\x04\x12\x13\n\x0b\x63opy_out_ns\x18\x04 \x01(\x04\x12\x12\n\nbatch_rows\x18\x05 \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x06 \x01(\r\"\x8d\x02\n\x0cStepResponse\x12)\n\x07outcome\x18\x01 \x03(\x0e\x32\x18.deltaline.v1.RowOutcome\x12\x10\n\x08position\x18\x02 \x03(\x06\x12\x18\n\x10output_start_loc\x18\x03 \x03(\x07\x12$\n\x06hidden\x18\x04 \x01(\x0b\x32\x14.deltaline.v1.Tensor\x12+\n\nrow_status\x18\x05 \x03(\x0b\x32\x17.deltaline.v1.RowStatus\x12(\n\x06timing\x18\x06 \x01(\x0b\x32\x18.deltaline.v1.StepTiming\x12)\n\twaypoints\x18\x07 \x03(\x0b\x32\x16.deltaline.v1.Waypoint\"n\n\x16\x43ommitSequencesRequest\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x0c\n\x04span\x18\x02 \x01(\r\x12\x10\n\x08sequence\x18\x03 \x03(\x06\x12\x0c\n\x04step\x18\x04 \x03(\x06\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x03(\x0f\"X\n\x17\x43ommitSequencesResponse\x12\x10\n\x08position\x18\x01 \x03(\x06\x12+\n\nrow_status\x18\x02 \x03(\x0b\x32\x17.deltaline.v1.RowStatus\"i\n\x11StepStreamRequest\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\'\n\x04step\x18\x02 \x01(\x0b\x32\x19.deltaline.v1.StepRequest\x12\x13\n\x0btraceparent\x18\x03 \x01(\x0c\"\x88\x01\n\x12StepStreamResponse\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12*\n\x04step\x18\x02 \x01(\x0b\x32\x1a.deltaline.v1.StepResponseH\x00\x12$\n\x06status\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result*c\n\x07RowKind\x12\x18\n\x14ROW_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10ROW_KIND_PREFILL\x10\x01\x12\x13\n\x0fROW_KIND_DECODE\x10\x02\x12\x13\n\x0fROW_KIND_VERIFY\x10\x03*j\n\nOutputRows\x12\x1b\n\x17OUTPUT_ROWS_UNSPECIFIED\x10\x00\x12\x13\n\x0fOUTPUT_ROWS_ALL\x10\x01\x12\x14\n\x10OUTPUT_ROWS_LAST\x10\x02\x12\x14\n\x10OUTPUT_ROWS_NONE\x10\x03*\x8e\x01\n\nRowOutcome\x12\x1b\n\x17ROW_OUTCOME_UNSPECIFIED\x10\x00\x12\x18\n\x14ROW_OUTCOME_EXECUTED\x10\x01\x12\x18\n\x14ROW_OUTCOME_REPLAYED\x10\x02\x12\x16\n\x12ROW_OUTCOME_JOINED\x10\x03\x12\x17\n\x13ROW_OUTCOME_REFUSED\x10\x04*\x8b\x02\n\rSequenceState\x12\x1e\n\x1aSEQUENCE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13SEQUENCE_STATE_OPEN\x10\x01\x12\x1a\n\x16SEQUENCE_STATE_CLOSING\x10\x02\x12\x1b\n\x17SEQUENCE_STATE_POISONED\x10\x03\x12\x19\n\x15SEQUENCE_STATE_CLOSED\x10\x04\x12\x1a\n\x16SEQUENCE_STATE_EXPIRED\x10\x05\x12\x17\n\x13SEQUENCE_STATE_LOST\x10\x06\x12\x1a\n\x16SEQUENCE_STATE_UNKNOWN\x10\x07\x12\x1c\n\x18SEQUENCE_STATE_ELSEWHERE\x10\x08\x32\xf3\x04\n\x0cLayerService\x12X\n\rOpenSequences\x12\".deltaline.v1.OpenSequencesRequest\x1a#.deltaline.v1.OpenSequencesResponse\x12[\n\x0e\x43loseSequences\x12#.deltaline.v1.CloseSequencesRequest\x1a$.deltaline.v1.CloseSequencesResponse\x12\x64\n\x11\x44\x65scribeSequences\x12&.deltaline.v1.DescribeSequencesRequest\x1a\'.deltaline.v1.DescribeSequencesResponse\x12R\n\x0bRenewLeases\x12 .deltaline.v1.RenewLeasesRequest\x1a!.deltaline.v1.RenewLeasesResponse\x12=\n\x04Step\x12\x19.deltaline.v1.StepRequest\x1a\x1a.deltaline.v1.StepResponse\x12^\n\x0f\x43ommitSequences\x12$.deltaline.v1.CommitSequencesRequest\x1a%.deltaline.v1.CommitSequencesResponse\x12S\n\nStepStream\x12\x1f.deltaline.v1.StepStreamRequest\x1a .deltaline.v1.StepStreamResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'deltaline.v1.layer_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROWKIND']._serialized_start=2663
-  _globals['_ROWKIND']._serialized_end=2762
-  _globals['_OUTPUTROWS']._serialized_start=2764
-  _globals['_OUTPUTROWS']._serialized_end=2870
-  _globals['_ROWOUTCOME']._serialized_start=2873
-  _globals['_ROWOUTCOME']._serialized_end=3015
-  _globals['_SEQUENCESTATE']._serialized_start=3018
-  _globals['_SEQUENCESTATE']._serialized_end=3285
-  _globals['_ROWSTATUS']._serialized_start=129
-  _globals['_ROWSTATUS']._serialized_end=189
-  _globals['_OPENSEQUENCESREQUEST']._serialized_start=192
-  _globals['_OPENSEQUENCESREQUEST']._serialized_end=389
-  _globals['_OPENSEQUENCESRESPONSE']._serialized_start=392
-  _globals['_OPENSEQUENCESRESPONSE']._serialized_end=588
-  _globals['_CLOSESEQUENCESREQUEST']._serialized_start=590
-  _globals['_CLOSESEQUENCESREQUEST']._serialized_end=653
-  _globals['_CLOSESEQUENCESRESPONSE']._serialized_start=655
-  _globals['_CLOSESEQUENCESRESPONSE']._serialized_end=723
-  _globals['_DESCRIBESEQUENCESREQUEST']._serialized_start=725
-  _globals['_DESCRIBESEQUENCESREQUEST']._serialized_end=791
-  _globals['_SPANPROGRESS']._serialized_start=793
-  _globals['_SPANPROGRESS']._serialized_end=888
-  _globals['_SEQUENCEDESCRIPTION']._serialized_start=891
-  _globals['_SEQUENCEDESCRIPTION']._serialized_end=1084
-  _globals['_DESCRIBESEQUENCESRESPONSE']._serialized_start=1086
-  _globals['_DESCRIBESEQUENCESRESPONSE']._serialized_end=1167
-  _globals['_RENEWLEASESREQUEST']._serialized_start=1169
-  _globals['_RENEWLEASESREQUEST']._serialized_end=1247
-  _globals['_RENEWLEASESRESPONSE']._serialized_start=1249
-  _globals['_RENEWLEASESRESPONSE']._serialized_end=1314
-  _globals['_OUTPUTSLICE']._serialized_start=1316
-  _globals['_OUTPUTSLICE']._serialized_end=1381
-  _globals['_STEPREQUEST']._serialized_start=1384
-  _globals['_STEPREQUEST']._serialized_end=1805
-  _globals['_STEPTIMING']._serialized_start=1808
-  _globals['_STEPTIMING']._serialized_end=1941
-  _globals['_STEPRESPONSE']._serialized_start=1944
-  _globals['_STEPRESPONSE']._serialized_end=2213
-  _globals['_COMMITSEQUENCESREQUEST']._serialized_start=2215
-  _globals['_COMMITSEQUENCESREQUEST']._serialized_end=2325
-  _globals['_COMMITSEQUENCESRESPONSE']._serialized_start=2327
-  _globals['_COMMITSEQUENCESRESPONSE']._serialized_end=2415
-  _globals['_STEPSTREAMREQUEST']._serialized_start=2417
-  _globals['_STEPSTREAMREQUEST']._serialized_end=2522
-  _globals['_STEPSTREAMRESPONSE']._serialized_start=2525
-  _globals['_STEPSTREAMRESPONSE']._serialized_end=2661
-  _globals['_LAYERSERVICE']._serialized_start=3288
-  _globals['_LAYERSERVICE']._serialized_end=3915
+  _globals['_ROWKIND']._serialized_start=2881
+  _globals['_ROWKIND']._serialized_end=2980
+  _globals['_OUTPUTROWS']._serialized_start=2982
+  _globals['_OUTPUTROWS']._serialized_end=3088
+  _globals['_ROWOUTCOME']._serialized_start=3091
+  _globals['_ROWOUTCOME']._serialized_end=3233
+  _globals['_SEQUENCESTATE']._serialized_start=3236
+  _globals['_SEQUENCESTATE']._serialized_end=3503
+  _globals['_MOVEDSEQUENCE']._serialized_start=129
+  _globals['_MOVEDSEQUENCE']._serialized_end=213
+  _globals['_ROWSTATUS']._serialized_start=215
+  _globals['_ROWSTATUS']._serialized_end=275
+  _globals['_OPENSEQUENCESREQUEST']._serialized_start=278
+  _globals['_OPENSEQUENCESREQUEST']._serialized_end=475
+  _globals['_OPENSEQUENCESRESPONSE']._serialized_start=478
+  _globals['_OPENSEQUENCESRESPONSE']._serialized_end=674
+  _globals['_CLOSESEQUENCESREQUEST']._serialized_start=676
+  _globals['_CLOSESEQUENCESREQUEST']._serialized_end=739
+  _globals['_CLOSESEQUENCESRESPONSE']._serialized_start=741
+  _globals['_CLOSESEQUENCESRESPONSE']._serialized_end=853
+  _globals['_DESCRIBESEQUENCESREQUEST']._serialized_start=855
+  _globals['_DESCRIBESEQUENCESREQUEST']._serialized_end=921
+  _globals['_SPANPROGRESS']._serialized_start=923
+  _globals['_SPANPROGRESS']._serialized_end=1018
+  _globals['_SEQUENCEDESCRIPTION']._serialized_start=1021
+  _globals['_SEQUENCEDESCRIPTION']._serialized_end=1214
+  _globals['_DESCRIBESEQUENCESRESPONSE']._serialized_start=1216
+  _globals['_DESCRIBESEQUENCESRESPONSE']._serialized_end=1341
+  _globals['_RENEWLEASESREQUEST']._serialized_start=1343
+  _globals['_RENEWLEASESREQUEST']._serialized_end=1421
+  _globals['_RENEWLEASESRESPONSE']._serialized_start=1423
+  _globals['_RENEWLEASESRESPONSE']._serialized_end=1532
+  _globals['_OUTPUTSLICE']._serialized_start=1534
+  _globals['_OUTPUTSLICE']._serialized_end=1599
+  _globals['_STEPREQUEST']._serialized_start=1602
+  _globals['_STEPREQUEST']._serialized_end=2023
+  _globals['_STEPTIMING']._serialized_start=2026
+  _globals['_STEPTIMING']._serialized_end=2159
+  _globals['_STEPRESPONSE']._serialized_start=2162
+  _globals['_STEPRESPONSE']._serialized_end=2431
+  _globals['_COMMITSEQUENCESREQUEST']._serialized_start=2433
+  _globals['_COMMITSEQUENCESREQUEST']._serialized_end=2543
+  _globals['_COMMITSEQUENCESRESPONSE']._serialized_start=2545
+  _globals['_COMMITSEQUENCESRESPONSE']._serialized_end=2633
+  _globals['_STEPSTREAMREQUEST']._serialized_start=2635
+  _globals['_STEPSTREAMREQUEST']._serialized_end=2740
+  _globals['_STEPSTREAMRESPONSE']._serialized_start=2743
+  _globals['_STEPSTREAMRESPONSE']._serialized_end=2879
+  _globals['_LAYERSERVICE']._serialized_start=3506
+  _globals['_LAYERSERVICE']._serialized_end=4133
 # @@protoc_insertion_point(module_scope)

@@ -142,7 +142,9 @@ class _SequenceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sequenc
     SEQUENCE_STATE_UNKNOWN: _SequenceState.ValueType  # 7
     """Not known: never opened here, or closed too long ago to be remembered."""
     SEQUENCE_STATE_ELSEWHERE: _SequenceState.ValueType  # 8
-    """The call means another server than this one, by metadata "deltaline-server": it may live there."""
+    """It was moved: the reply's `moved` tells where it lives. Or the call means another server than this one, by metadata
+    "deltaline-server": it may live there.
+    """
 
 class SequenceState(_SequenceState, metaclass=_SequenceStateEnumTypeWrapper):
     """How it stands with a sequence."""
@@ -164,8 +166,47 @@ SEQUENCE_STATE_LOST: SequenceState.ValueType  # 6
 SEQUENCE_STATE_UNKNOWN: SequenceState.ValueType  # 7
 """Not known: never opened here, or closed too long ago to be remembered."""
 SEQUENCE_STATE_ELSEWHERE: SequenceState.ValueType  # 8
-"""The call means another server than this one, by metadata "deltaline-server": it may live there."""
+"""It was moved: the reply's `moved` tells where it lives. Or the call means another server than this one, by metadata
+"deltaline-server": it may live there.
+"""
 Global___SequenceState: _TypeAlias = SequenceState  # noqa: Y015
+
+@_typing.final
+class MovedSequence(_message.Message):
+    """Where a sequence lives that was moved. Errors with reason STATE_ELSEWHERE tell the same: their ErrorInfo's metadata has
+    "row", "server", "server_epoch" and "sequence", the numbers in decimal. It is told for as long as the sequence's lease
+    was when it moved.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
+    SERVER_EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    """Index into the request's sequence list, 0 .. N - 1."""
+    server: _builtins.str
+    """GetServerInfoResponse.server of its owner, or the address at which it was reached where that has no name."""
+    server_epoch: _builtins.int
+    """Its owner's server_epoch; goes with every later request about it."""
+    sequence: _builtins.int
+    """Its handle there."""
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        server: _builtins.str = ...,
+        server_epoch: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["row", b"row", "sequence", b"sequence", "server", b"server", "server_epoch", b"server_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MovedSequence: _TypeAlias = MovedSequence  # noqa: Y015
 
 @_typing.final
 class RowStatus(_message.Message):
@@ -357,20 +398,26 @@ class CloseSequencesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATE_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def state(self) -> _containers.RepeatedScalarFieldContainer[Global___SequenceState.ValueType]:
         """One per handle: CLOSED, CLOSING (freed when its steps are done), EXPIRED, LOST, UNKNOWN or ELSEWHERE. None is an
         error.
         """
 
+    @_builtins.property
+    def moved(self) -> _containers.RepeatedCompositeFieldContainer[Global___MovedSequence]:
+        """Where those live that were moved, which are not closed."""
+
     def __init__(
         self,
         *,
         state: _abc.Iterable[Global___SequenceState.ValueType] | None = ...,
+        moved: _abc.Iterable[Global___MovedSequence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -493,18 +540,24 @@ class DescribeSequencesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceDescription]:
         """One per handle, in the request's order."""
+
+    @_builtins.property
+    def moved(self) -> _containers.RepeatedCompositeFieldContainer[Global___MovedSequence]:
+        """Where those live that were moved."""
 
     def __init__(
         self,
         *,
         sequences: _abc.Iterable[Global___SequenceDescription] | None = ...,
+        moved: _abc.Iterable[Global___MovedSequence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -553,18 +606,24 @@ class RenewLeasesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATE_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def state(self) -> _containers.RepeatedScalarFieldContainer[Global___SequenceState.ValueType]:
-        """One per handle: OPEN or POISONED when renewed, else CLOSING, CLOSED, EXPIRED, LOST or UNKNOWN."""
+        """One per handle: OPEN or POISONED when renewed, else CLOSING, CLOSED, EXPIRED, LOST, UNKNOWN or ELSEWHERE."""
+
+    @_builtins.property
+    def moved(self) -> _containers.RepeatedCompositeFieldContainer[Global___MovedSequence]:
+        """Where those live that were moved, which are not renewed."""
 
     def __init__(
         self,
         *,
         state: _abc.Iterable[Global___SequenceState.ValueType] | None = ...,
+        moved: _abc.Iterable[Global___MovedSequence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -710,6 +710,7 @@ class ImportStateRequest(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    KEEP_OWNER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """As in ForkSequencesRequest; sent again the state is imported once, and is told as soon as its header came."""
     lease_ms: _builtins.int
@@ -730,6 +731,11 @@ class ImportStateRequest(_message.Message):
     """Whether a sequence is to be opened. The file has to be of one, and without it of a snapshot: else INVALID_ARGUMENT,
     reason INVALID_REQUEST.
     """
+    keep_owner: _builtins.bool
+    """Whether it is the principal's, by name, whose it was; else it is the caller's. Of others, from callers with the role
+    `peer` alone: else PERMISSION_DENIED, reason ROLE_MISSING. One that is not known here: FAILED_PRECONDITION, reason
+    STATE_MISMATCH.
+    """
     def __init__(
         self,
         *,
@@ -738,10 +744,11 @@ class ImportStateRequest(_message.Message):
         pinned: _builtins.bool = ...,
         chunk: _builtins.bytes = ...,
         sequence: _builtins.bool = ...,
+        keep_owner: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "lease_ms", b"lease_ms", "pinned", b"pinned", "request_id", b"request_id", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "keep_owner", b"keep_owner", "lease_ms", b"lease_ms", "pinned", b"pinned", "request_id", b"request_id", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -791,3 +798,76 @@ class ImportStateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ImportStateResponse: _TypeAlias = ImportStateResponse  # noqa: Y015
+
+@_typing.final
+class MoveSequencesRequest(_message.Message):
+    """Asks for sequences to be moved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SERVER_EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.bytes
+    """As in ForkSequencesRequest."""
+    server_epoch: _builtins.int
+    """From OpenSequencesResponse. 0: INVALID_ARGUMENT, reason INVALID_REQUEST."""
+    target: _builtins.str
+    """HOST:PORT of the server that takes them, one of those that this server was told (`--move-peers`): else
+    FAILED_PRECONDITION, reason MOVE_TARGET_REFUSED, and nothing is sent to it. So is one that can't be reached or
+    verified, that does not let this server in, or is this server.
+    """
+    @_builtins.property
+    def sequence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Handles, 1 .. GetServerInfoResponse.max_sequences, without repeats. Else INVALID_ARGUMENT, reason INVALID_BATCH or
+        DUPLICATE_SEQUENCE.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.bytes = ...,
+        server_epoch: _builtins.int = ...,
+        sequence: _abc.Iterable[_builtins.int] | None = ...,
+        target: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "sequence", b"sequence", "server_epoch", b"server_epoch", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveSequencesRequest: _TypeAlias = MoveSequencesRequest  # noqa: Y015
+
+@_typing.final
+class MoveSequencesResponse(_message.Message):
+    """What was moved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVED_FIELD_NUMBER: _builtins.int
+    ROW_STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def moved(self) -> _containers.RepeatedCompositeFieldContainer[_layer_service_pb2.MovedSequence]:
+        """Where those live that were moved, now or before, in row order."""
+
+    @_builtins.property
+    def row_status(self) -> _containers.RepeatedCompositeFieldContainer[_layer_service_pb2.RowStatus]:
+        """Statuses of the others, in row order; they stay here, and go on. What the target says, as NO_FREE_LINES or
+        STATE_MISMATCH, is told as it says it; of a target whose answer did not come: UNAVAILABLE, reason MOVE_FAILED.
+        """
+
+    def __init__(
+        self,
+        *,
+        moved: _abc.Iterable[_layer_service_pb2.MovedSequence] | None = ...,
+        row_status: _abc.Iterable[_layer_service_pb2.RowStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved", "row_status", b"row_status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveSequencesResponse: _TypeAlias = MoveSequencesResponse  # noqa: Y015

@@ -85,6 +85,11 @@ class StateServiceStub:
                 request_serializer=deltaline_dot_v1_dot_state__service__pb2.ImportStateRequest.SerializeToString,
                 response_deserializer=deltaline_dot_v1_dot_state__service__pb2.ImportStateResponse.FromString,
                 _registered_method=True)
+        self.MoveSequences = channel.unary_unary(
+                '/deltaline.v1.StateService/MoveSequences',
+                request_serializer=deltaline_dot_v1_dot_state__service__pb2.MoveSequencesRequest.SerializeToString,
+                response_deserializer=deltaline_dot_v1_dot_state__service__pb2.MoveSequencesResponse.FromString,
+                _registered_method=True)
 
 
 class StateServiceServicer:
@@ -164,6 +169,16 @@ class StateServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MoveSequences(self, request, context):
+        """Moves sequences to another server, each by itself: there it goes on under a handle of its own, with its steps,
+        positions, kept replies and pending verifies, and its lease begins anew; here it is ELSEWHERE. At every instant it has
+        at most one owner: who names the new handle can only know it because this server has let go of the sequence. What
+        could not be moved stays here, and says why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -211,6 +226,11 @@ def add_StateServiceServicer_to_server(servicer, server):
                     servicer.ImportState,
                     request_deserializer=deltaline_dot_v1_dot_state__service__pb2.ImportStateRequest.FromString,
                     response_serializer=deltaline_dot_v1_dot_state__service__pb2.ImportStateResponse.SerializeToString,
+            ),
+            'MoveSequences': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveSequences,
+                    request_deserializer=deltaline_dot_v1_dot_state__service__pb2.MoveSequencesRequest.FromString,
+                    response_serializer=deltaline_dot_v1_dot_state__service__pb2.MoveSequencesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -462,6 +482,33 @@ class StateService:
             '/deltaline.v1.StateService/ImportState',
             deltaline_dot_v1_dot_state__service__pb2.ImportStateRequest.SerializeToString,
             deltaline_dot_v1_dot_state__service__pb2.ImportStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveSequences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltaline.v1.StateService/MoveSequences',
+            deltaline_dot_v1_dot_state__service__pb2.MoveSequencesRequest.SerializeToString,
+            deltaline_dot_v1_dot_state__service__pb2.MoveSequencesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -67,6 +67,12 @@ class StateServiceStub:
     goes on where one stood. It is the caller's own, and is there once all of it came and was found whole; else nothing
     of it is left. Refused as ExportState without host memory.
     """
+    MoveSequences: _grpc.UnaryUnaryMultiCallable[_state_service_pb2.MoveSequencesRequest, _state_service_pb2.MoveSequencesResponse]
+    """Moves sequences to another server, each by itself: there it goes on under a handle of its own, with its steps,
+    positions, kept replies and pending verifies, and its lease begins anew; here it is ELSEWHERE. At every instant it has
+    at most one owner: who names the new handle can only know it because this server has let go of the sequence. What
+    could not be moved stays here, and says why.
+    """
 
 @_typing.type_check_only
 class StateServiceAsyncStub(StateServiceStub):
@@ -104,6 +110,12 @@ class StateServiceAsyncStub(StateServiceStub):
     """Makes a snapshot of a state that was exported by a server of the same model and settings, or opens a sequence that
     goes on where one stood. It is the caller's own, and is there once all of it came and was found whole; else nothing
     of it is left. Refused as ExportState without host memory.
+    """
+    MoveSequences: _aio.UnaryUnaryMultiCallable[_state_service_pb2.MoveSequencesRequest, _state_service_pb2.MoveSequencesResponse]  # type: ignore[assignment]
+    """Moves sequences to another server, each by itself: there it goes on under a handle of its own, with its steps,
+    positions, kept replies and pending verifies, and its lease begins anew; here it is ELSEWHERE. At every instant it has
+    at most one owner: who names the new handle can only know it because this server has let go of the sequence. What
+    could not be moved stays here, and says why.
     """
 
 class StateServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -193,6 +205,18 @@ class StateServiceServicer(metaclass=_abc_1.ABCMeta):
         """Makes a snapshot of a state that was exported by a server of the same model and settings, or opens a sequence that
         goes on where one stood. It is the caller's own, and is there once all of it came and was found whole; else nothing
         of it is left. Refused as ExportState without host memory.
+        """
+
+    @_abc_1.abstractmethod
+    def MoveSequences(
+        self,
+        request: _state_service_pb2.MoveSequencesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_state_service_pb2.MoveSequencesResponse, _abc.Awaitable[_state_service_pb2.MoveSequencesResponse]]:
+        """Moves sequences to another server, each by itself: there it goes on under a handle of its own, with its steps,
+        positions, kept replies and pending verifies, and its lease begins anew; here it is ELSEWHERE. At every instant it has
+        at most one owner: who names the new handle can only know it because this server has let go of the sequence. What
+        could not be moved stays here, and says why.
         """
 
 def add_StateServiceServicer_to_server(servicer: StateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

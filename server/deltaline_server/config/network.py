@@ -16,7 +16,7 @@ MAX_UDS_BYTES = 107
 # gRPC reads unix:PATH as a URI: it decodes %41, and a client ends the path at the others.
 URI_CHARACTERS = "%?#"
 # A host's name of at most as many characters as DNS has, or an address, an IPv6 one in brackets, and perhaps a port.
-_NAME = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?")
+NAME = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class NetworkOptions(Options):
 
 def _check_name(name: str) -> None:
     """A host or an address of one, and a port perhaps."""
-    match = _NAME.fullmatch(name)
+    match = NAME.fullmatch(name)
     if match is None or not 0 < int(match["port"] or 1) < 2**16:
         raise ConfigError(f"--advertise: expected HOST or HOST:PORT, got {errors.shown(name)}")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltaline_server import errors, local_socket
-from deltaline_server.config.network import NetworkOptions
+from deltaline_server.config.network import NAME, NetworkOptions
 from deltaline_server.config.option import ConfigError, setting
 
 
@@ -37,6 +37,25 @@ class TrustOptions(NetworkOptions):
         "when it changes; default none: all are one",
         metavar="PATH",
     )
+    move_peers: str | None = setting(
+        None,
+        "trust",
+        "HOST:PORT,HOST:PORT,...: servers that sequences may be moved to, with TLS where this one has it; default none",
+        metavar="NAMES",
+    )
+    move_ca: str | None = setting(
+        None,
+        "trust",
+        "authorities, PEM, one of which has to have signed their certificates; default those of --tls-client-ca, else "
+        "public ones",
+        metavar="PATH",
+    )
+    move_token_file: str | None = setting(
+        None,
+        "trust",
+        "file of the token by which they know this server; default none: by its certificate, if at all",
+        metavar="PATH",
+    )
     insecure: bool = setting(
         False, "trust", "listen beyond loopback without TLS: in a network that only trusted clients reach"
     )
@@ -58,6 +77,30 @@ class TrustOptions(NetworkOptions):
                 f"--host: expected --tls-cert and --tls-key for {errors.shown(self.host)}, which is not loopback, got "
                 "none; --insecure does without, where the network lets none but trusted clients reach it"
             )
+        self._check_peers()
+
+    def _check_peers(self) -> None:
+        """Check that states and tokens go to no other host unprotected, unless it is meant."""
+        if self.move_token_file is not None and not Path(self.move_token_file).is_file():
+            raise ConfigError(f"--move-token-file: expected a file that exists, got {self.move_token_file!r}")
+        for peer in self.peers:
+            match = NAME.fullmatch(peer)
+            if match is None or not 0 < int(match["port"] or 0) < 2**16:
+                raise ConfigError(f"--move-peers: expected HOST:PORT, with commas between, got {errors.shown(peer)}")
+            if self.tls_cert is not None or local_socket.is_loopback(peer.rpartition(":")[0].strip("[]")):
+                continue
+            if self.move_token_file is not None or not self.insecure:
+                raise ConfigError(
+                    f"--move-peers: expected --tls-cert and --tls-key for {peer}, which is not loopback, got none; "
+                    "--insecure does without them, and without --move-token-file"
+                )
+        if self.move_ca is not None and self.tls_cert is None:
+            raise ConfigError("--move-ca: expected --tls-cert and --tls-key beside it, got none")
+
+    @property
+    def peers(self) -> list[str]:
+        """The addresses of --move-peers."""
+        return [] if self.move_peers is None else [peer.strip() for peer in self.move_peers.split(",")]
 
     @property
     def max_age_s(self) -> int | None:

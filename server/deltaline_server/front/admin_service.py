@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import grpc
 
 from deltaline.v1 import admin_service_pb2 as pb
@@ -11,6 +9,7 @@ from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.interceptor import Context
 from deltaline_server.front.trust.principals import current_principal
 from deltaline_server.memory.regions import Regions
+from deltaline_server.moving.drain import Drain
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.tables.sequences import SequenceTable
 
@@ -28,9 +27,8 @@ class AdminService:
         table: SequenceTable,
         scheduler: Scheduler,
         regions: Regions,
-        drain: Callable[[float | None], None],
+        drain: Drain,
     ) -> None:
-        """`drain` begins the drain, its argument the seconds that it may take, None for the configured ones."""
         self._info = info.SerializeToString()
         self._table, self._scheduler, self._regions, self._drain = table, scheduler, regions, drain
 
@@ -96,5 +94,7 @@ class AdminService:
                 f"timeout_ms: must be in 0 .. {MAX_DRAIN_MS}, got {message.timeout_ms}",
                 field="timeout_ms",
             )
-        self._drain(message.timeout_ms / 1000 if message.timeout_ms else None)
+        if message.target:
+            await self._drain.check(message.target)
+        self._drain.begin(message.timeout_ms / 1000 if message.timeout_ms else None, message.target)
         return pb.DrainResponse(sequences_open=self._table.num_open).SerializeToString()

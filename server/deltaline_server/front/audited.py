@@ -49,6 +49,9 @@ AUDITED = {
     f"{_STATE}/ReleaseSnapshots": Audited("snapshots released", lambda asked: {"snapshots": len(asked.snapshot_id)}),
     f"{_STATE}/ExportState": Audited("exported", lambda asked: {"sequences" if asked.sequence else "snapshots": 1}),
     f"{_STATE}/ImportState": Audited("imported", _imported),
+    f"{_STATE}/MoveSequences": Audited(
+        "moved", lambda asked: {"sequences": len(asked.sequence), "target": asked.target}
+    ),
     f"{_ADAPTER}/LoadAdapter": Audited("loaded", _loaded),
     f"{_ADAPTER}/UnloadAdapter": Audited("unloaded", lambda asked: {"adapter": asked.name}),
     f"{_ADMIN}/CreateSharedMemory": Audited("shared memory", lambda asked: {"size_bytes": asked.size_bytes}),

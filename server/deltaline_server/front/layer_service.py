@@ -157,11 +157,11 @@ class LayerService:
         """End sequences."""
         self._scheduler.settle()
         epoch = self._identity.epoch(message.server_epoch, context)
-        handles = requests.read_handles(message.sequence, self._served)
+        handles = requests.read_handles(message.sequence, self._served, reply_bytes.STATE_BYTES)
         self.guesses.check(context.peer(), current_principal())
         states = self._table.close(epoch, handles, current_principal())
         self.guesses.add(context.peer(), current_principal(), states.count(SequenceState.UNKNOWN))
-        return replies.close_response(states)
+        return replies.close_response(states, self._table.owners(epoch, handles, states, current_principal()))
 
     async def describe_sequences(self, message: pb.DescribeSequencesRequest, context: Context) -> bytes:
         """Tell what is held."""
@@ -171,17 +171,18 @@ class LayerService:
         self.guesses.check(context.peer(), current_principal())
         told = self._table.describe(epoch, handles, current_principal())
         self.guesses.add(context.peer(), current_principal(), sum(one.state is SequenceState.UNKNOWN for one in told))
-        return replies.describe_response(handles, told)
+        owners = self._table.owners(epoch, handles, [one.state for one in told], current_principal())
+        return replies.describe_response(handles, told, owners)
 
     async def renew_leases(self, message: pb.RenewLeasesRequest, context: Context) -> bytes:
         """Move lease deadlines."""
         epoch = self._identity.epoch(message.server_epoch, context)
-        handles = requests.read_handles(message.sequence, self._served)
+        handles = requests.read_handles(message.sequence, self._served, reply_bytes.STATE_BYTES)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
         self.guesses.check(context.peer(), current_principal())
         states = self._table.renew(epoch, handles, lease_s, current_principal())
         self.guesses.add(context.peer(), current_principal(), states.count(SequenceState.UNKNOWN))
-        return replies.renew_response(states)
+        return replies.renew_response(states, self._table.owners(epoch, handles, states, current_principal()))
 
     async def step(self, message: StepMessage, context: Context) -> replies.Pieces:
         """Apply one step. The work goes on, and its reply is kept, whatever becomes of this RPC."""
@@ -216,8 +217,9 @@ class LayerService:
 
     async def commit_sequences(self, message: pb.CommitSequencesRequest, context: Context) -> bytes:
         """Fix accepted counts."""
-        self._scheduler.settle()
         commit = requests.read_commit(message, self._served)
+        await self._states.until_none_leaves(commit.handle, current_principal())
+        self._scheduler.settle()
         epoch = self._identity.epoch(commit.server_epoch, context)
         self.guesses.check(context.peer(), current_principal())
         positions, refusals = self._table.commit(

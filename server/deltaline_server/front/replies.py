@@ -16,9 +16,10 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import prefix_pb2 as prefix_pb
 from deltaline.v1 import state_service_pb2 as state_pb
 from deltaline.v1 import tensor_pb2
-from deltaline_server.errors import DOMAIN, Refusal
+from deltaline_server.errors import DOMAIN, Reason, Refusal
 from deltaline_server.step import OutputMemory, StepResult, StepTiming
 from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
+from deltaline_server.tables.moved import Owner
 from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.prefixes.cost import Tier
 from deltaline_server.tables.prefixes.match import Match
@@ -65,7 +66,21 @@ def status(refusal: Refusal, text_bytes: int = TEXT_BYTES) -> status_pb2.Status:
 
 def row_statuses(refusals: Mapping[int, Refusal]) -> list[pb.RowStatus]:
     """Make the statuses of refused rows, in row order."""
-    return [pb.RowStatus(row=row, status=status(refusals[row], ROW_TEXT_BYTES)) for row in sorted(refusals)]
+    return [pb.RowStatus(row=row, status=_row_status(row, refusals[row])) for row in sorted(refusals)]
+
+
+def _row_status(row: int, refusal: Refusal) -> status_pb2.Status:
+    if refusal.reason is Reason.STATE_ELSEWHERE:
+        refusal = refusal.of_row(row)
+    return status(refusal, ROW_TEXT_BYTES)
+
+
+def moved_sequences(owners: Mapping[int, Owner]) -> list[pb.MovedSequence]:
+    """Make the messages that tell where moved sequences live, in row order."""
+    return [
+        pb.MovedSequence(row=row, server=owner.server, server_epoch=owner.server_epoch, sequence=owner.handle)
+        for row, owner in sorted(owners.items())
+    ]
 
 
 def _shared_tensor(hidden: NDArray[Any], memory: OutputMemory) -> bytes:
@@ -110,20 +125,31 @@ def commit_response(position: NDArray[np.int64], refusals: Mapping[int, Refusal]
     return response.SerializeToString()
 
 
-def close_response(states: Sequence[SequenceState]) -> bytes:
-    """Serialise a CloseSequencesResponse."""
-    return pb.CloseSequencesResponse(state=map(_wire_state, states)).SerializeToString()
+def move_response(owners: Mapping[int, Owner], refusals: Mapping[int, Refusal]) -> bytes:
+    """Serialise a MoveSequencesResponse. owners: by row, of those that were moved."""
+    response = state_pb.MoveSequencesResponse(moved=moved_sequences(owners), row_status=row_statuses(refusals))
+    return response.SerializeToString()
 
 
-def renew_response(states: Sequence[SequenceState]) -> bytes:
-    """Serialise a RenewLeasesResponse."""
-    return pb.RenewLeasesResponse(state=map(_wire_state, states)).SerializeToString()
+def close_response(states: Sequence[SequenceState], owners: Mapping[int, Owner]) -> bytes:
+    """Serialise a CloseSequencesResponse. owners: by row, of those that were moved."""
+    response = pb.CloseSequencesResponse(state=map(_wire_state, states), moved=moved_sequences(owners))
+    return response.SerializeToString()
 
 
-def describe_response(handle: NDArray[np.uint64], descriptions: Sequence[SequenceDescription]) -> bytes:
-    """Serialise a DescribeSequencesResponse for the handles asked for, in their order."""
+def renew_response(states: Sequence[SequenceState], owners: Mapping[int, Owner]) -> bytes:
+    """Serialise a RenewLeasesResponse. owners: by row, of those that were moved."""
+    response = pb.RenewLeasesResponse(state=map(_wire_state, states), moved=moved_sequences(owners))
+    return response.SerializeToString()
+
+
+def describe_response(
+    handle: NDArray[np.uint64], descriptions: Sequence[SequenceDescription], owners: Mapping[int, Owner]
+) -> bytes:
+    """Serialise a DescribeSequencesResponse for the handles asked for, in their order. owners: by row, of those that
+    were moved."""
     told = map(_description, handle.tolist(), descriptions)
-    return pb.DescribeSequencesResponse(sequences=told).SerializeToString()
+    return pb.DescribeSequencesResponse(sequences=told, moved=moved_sequences(owners)).SerializeToString()
 
 
 def _description(handle: int, description: SequenceDescription) -> pb.SequenceDescription:

@@ -17,6 +17,7 @@ from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.front import replies
 from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES
 from deltaline_server.step import StepForm
+from deltaline_server.tables.moved import Owner
 
 DEFAULT_BYTES = 4 << 20
 """What a gRPC client takes by default."""
@@ -32,9 +33,15 @@ _ID = bytes(16)
 _REASON = max(Reason, key=lambda reason: len(reason.name))
 _COUNTS = {"step": str(2**63 - 1), "position": str(2**63 - 1), "pending_tokens": str(2**63 - 1)}
 _WORST = Refusal(_REASON, "x" * replies.ROW_TEXT_BYTES, _COUNTS, retry_after_s=1e9 + 1e-9)
+_OWNER = Owner(_SERVER, _U64, _U64)
 
-ROW_STATUS_BYTES = pb.CommitSequencesResponse(
-    row_status=[pb.RowStatus(row=_U32, status=replies.status(_WORST, replies.ROW_TEXT_BYTES))]
+ROW_STATUS_BYTES = max(
+    pb.CommitSequencesResponse(row_status=replies.row_statuses({_U32: refusal})).ByteSize()
+    for refusal in (_WORST, _OWNER.refusal())
+)
+# The state of a sequence that was closed or renewed, and where it lives instead.
+STATE_BYTES = pb.CloseSequencesResponse(
+    state=[pb.SEQUENCE_STATE_ELSEWHERE], moved=replies.moved_sequences({_U32: _OWNER})
 ).ByteSize()
 COMMIT_BYTES = 8 + ROW_STATUS_BYTES
 HANDLE_BYTES = 8
@@ -118,6 +125,12 @@ _STEP_BYTES = (
 )
 
 
+# Where a sequence lives that was moved, or why it was not.
+MOVED_BYTES = max(
+    ROW_STATUS_BYTES, state_pb.MoveSequencesResponse(moved=replies.moved_sequences({_U32: _OWNER})).ByteSize()
+)
+
+
 def describe_bytes(num_spans: int) -> int:
     """Bytes of what is told of a sequence on so many spans."""
     span = pb.SpanProgress(step=_U64, position=_U64, steps_in_flight=_U32, pending_tokens=_U32)
@@ -129,7 +142,11 @@ def describe_bytes(num_spans: int) -> int:
         adapter=_NAME,
         adapter_hash=_HASH,
     )
-    return pb.DescribeSequencesResponse(sequences=[told]).ByteSize()
+    moved = pb.SequenceDescription(sequence=_U64, state=pb.SEQUENCE_STATE_ELSEWHERE)
+    return max(
+        pb.DescribeSequencesResponse(sequences=[told]).ByteSize(),
+        pb.DescribeSequencesResponse(sequences=[moved], moved=replies.moved_sequences({_U32: _OWNER})).ByteSize(),
+    )
 
 
 def step_bytes(form: StepForm, *, is_inline: bool) -> int:

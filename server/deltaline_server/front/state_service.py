@@ -21,10 +21,11 @@ from deltaline_server.front.interceptor import Context
 from deltaline_server.front.pace import PACE, Pace
 from deltaline_server.front.requests import MAX_SNAPSHOTS, Served
 from deltaline_server.front.trust.guesses import Guesses
-from deltaline_server.front.trust.principals import current_principal
+from deltaline_server.front.trust.principals import Principals, check_role, current_principal
+from deltaline_server.front.trust.roles import Role
+from deltaline_server.moving.mover import Mover
 from deltaline_server.principal import Principal
-from deltaline_server.snapshots.exchange import Exchange
-from deltaline_server.snapshots.header import StoredHeader
+from deltaline_server.snapshots.header import StateHeader, StoredHeader
 from deltaline_server.snapshots.states import States
 from deltaline_server.snapshots.stream import Arriving
 from deltaline_server.tables.captured.snapshot import SnapshotState
@@ -51,14 +52,16 @@ class StateService:
         served: Served,
         identity: Identity,
         guesses: Guesses,
+        principals: Principals,
+        mover: Mover,
         settle: Callable[[], object],
         clock: Callable[[], float],
         pace: Pace = PACE,
     ) -> None:
-        """`guesses` are those of LayerService; `settle` brings the books of sequences up to date; `clock` counts
-        monotonic seconds; `pace` is that of exports and imports."""
+        """`guesses` are those of LayerService; `principals` are whose states may come from elsewhere; `settle` brings
+        the books of sequences up to date; `clock` counts monotonic seconds; `pace` is that of exports and imports."""
         self._states, self._table, self._served = states, table, served
-        self._identity, self._pace = identity, pace
+        self._identity, self._principals, self._mover, self._pace = identity, principals, mover, pace
         self._guesses, self._settle = guesses, settle
         self.request_ids = RequestIds(clock)
 
@@ -81,6 +84,7 @@ class StateService:
                 "ImportState": grpc.stream_unary_rpc_method_handler(
                     self.import_state, pb.ImportStateRequest.FromString
                 ),
+                "MoveSequences": unary(self.move_sequences, pb.MoveSequencesRequest.FromString),
             },
         )
 
@@ -181,7 +185,7 @@ class StateService:
 
     async def export_state(self, message: pb.ExportStateRequest, context: Context) -> AsyncIterator[bytes]:
         """Give a state away."""
-        exchange, principal, pace = self._existing(), current_principal(), self._pace
+        exchange, principal, pace = self._states.existing_exchange(), current_principal(), self._pace
         async with AsyncExitStack() as held:
             held.enter_context(exchange.on_its_way(principal))
             if message.sequence or message.server_epoch:
@@ -209,14 +213,16 @@ class StateService:
 
     async def import_state(self, messages: AsyncIterator[pb.ImportStateRequest], context: Context) -> bytes:
         """Take a state in."""
-        exchange, principal = self._existing(), current_principal()
+        exchange, principal = self._states.existing_exchange(), current_principal()
         with exchange.on_its_way(principal):
             async with self._pace.upload(messages) as coming:
                 asked, pieces = await _read_import(coming)
                 request_id = requests.read_request_id(asked.request_id)
                 lease_s = requests.read_lease_s(asked.lease_ms, self._served)
                 arriving = Arriving(pieces)
-                stored, asked.chunk = await exchange.read_header(arriving, principal)
+                stored, asked.chunk = await exchange.read_header(arriving)
+                owner = self._owner(asked, stored.header)
+                exchange.check_adapter(stored.header, owner)
                 call = principal, "ImportState", request_id, asked.SerializeToString(deterministic=True)
                 reply = self.request_ids.find(*call)
                 if reply is not None:
@@ -225,17 +231,31 @@ class StateService:
                     message = "sequence: must be set for the state of a sequence, and not for that of a snapshot"
                     raise RequestError(Reason.INVALID_REQUEST, message, field="sequence")
                 if asked.sequence:
-                    return await self._import_sequence(asked, arriving, stored, principal, call)
-                async with exchange.received(arriving, stored, principal, is_pinned=asked.pinned) as header:
+                    return await self._import_sequence(asked, arriving, stored, owner, call)
+                async with exchange.received(arriving, stored, owner, is_pinned=asked.pinned) as header:
                     # The same call may have come again, and been faster.
                     reply = self.request_ids.find(*call)
                     if reply is None:
-                        snapshot = replies.snapshot(exchange.add(header, principal, lease_s))
+                        snapshot = replies.snapshot(exchange.add(header, owner, lease_s))
                         reply = pb.ImportStateResponse(
                             snapshot=snapshot, server_epoch=self._table.server_epoch, server=self._identity.name
                         ).SerializeToString()
                         self.request_ids.add(*call, reply)
                 return reply
+
+    def _owner(self, asked: pb.ImportStateRequest, header: StateHeader) -> Principal:
+        """Whose it is to be what comes: the caller's, or by its name theirs whose it was. Raises RequestError
+        ROLE_MISSING, STATE_MISMATCH."""
+        caller = current_principal()
+        if not asked.keep_owner or header.owner == caller.name:
+            check_role(Role.STEP)
+            return caller
+        check_role(Role.PEER)
+        owner = self._principals.named(header.owner)
+        if owner is None:
+            message = "keep_owner: expected a principal that is known here by the name of the one whose it was"
+            raise RequestError(Reason.STATE_MISMATCH, message)
+        return owner
 
     async def _import_sequence(
         self,
@@ -252,7 +272,7 @@ class StateService:
         lease_s = self._table.checked_lease(requests.read_lease_s(asked.lease_ms, self._served))
         self._table.check_room(1, owner)
 
-        async with self._existing().received(arriving, stored, owner, is_pinned=False) as header:
+        async with self._states.existing_exchange().received(arriving, stored, owner, is_pinned=False) as header:
 
             async def work() -> bytes:
                 handles = await self._states.open_stored(header, owner, lease_s)
@@ -262,11 +282,24 @@ class StateService:
 
             return await self.request_ids.once(*call, work)
 
-    def _existing(self) -> Exchange:
-        if self._states.exchange is None:
-            message = "this server keeps no states in host memory, by way of which they go: it needs --host-state-bytes"
-            raise RequestError(Reason.HOST_TIER_OFF, message)
-        return self._states.exchange
+    async def move_sequences(self, message: pb.MoveSequencesRequest, context: Context) -> bytes:
+        """Let sequences go on at another server."""
+        epoch = self._identity.epoch(message.server_epoch, context)
+        handles = requests.read_handles(message.sequence, self._served, reply_bytes.MOVED_BYTES)
+        principal, client = current_principal(), context.peer()
+        self._guesses.check(client, principal)
+
+        async def work() -> bytes:
+            moved = await self._mover.move(epoch, handles, principal, message.target)
+            unknown = [one for one in moved.refusals.values() if one.reason is Reason.SEQUENCE_UNKNOWN]
+            self._guesses.add(client, principal, len(unknown))
+            _, states = self._table.lookup(epoch, handles, principal)
+            # Those of earlier moves too.
+            owners = moved.owners | self._table.owners(epoch, handles, states, principal)
+            refusals = {row: refusal for row, refusal in moved.refusals.items() if row not in owners}
+            return replies.move_response(owners, refusals)
+
+        return await self._once("MoveSequences", message, work)
 
     async def close(self) -> None:
         """End what is under way; after the last call."""

@@ -234,11 +234,13 @@ class Queue:
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
-    def refuse(self, pending: PendingStep, index: int, refusal: Refusal) -> None:
-        """Drop an admitted row; the steps behind it are refused untouched. None of them is in flight."""
+    def refuse(self, pending: PendingStep, index: int, refusal: Refusal, refusal_behind: Refusal | None = None) -> None:
+        """Drop an admitted row; the steps behind it are refused untouched. None of them is in flight.
+
+        refusal_behind: what is said of those, by default PREDECESSOR_REFUSED."""
         span, slot, first = pending.span, int(pending.admission.slots[index]), int(pending.admission.after[0, index])
         ledger = self._table.ledger
-        behind = ledger.refusal(Reason.PREDECESSOR_REFUSED, span, slot)
+        behind = refusal_behind or ledger.refusal(Reason.PREDECESSOR_REFUSED, span, slot)
         for step in range(first, int(ledger.tail.step[span, slot]) + 1):
             dropped, at = self._find(span, slot, step)
             reason = behind if step > first else refusal
@@ -270,6 +272,14 @@ class Queue:
             elif steps:
                 pending, index = self._find(span, slot, steps[0])
                 self.refuse(pending, index, ledger.refusal(Reason.STATE_POISONED, span, slot))
+
+    def let_go(self, slot: int, refusal: Refusal) -> None:
+        """A slot's sequence, of which nothing is in flight, is over: refuse the steps that wait for it."""
+        ledger = self._table.ledger
+        for span in np.flatnonzero(ledger.tail.step[:, slot] > ledger.done.step[:, slot]).tolist():
+            pending, index = self._find(span, slot, int(ledger.done.step[span, slot]) + 1)
+            self.refuse(pending, index, refusal, refusal)
+        self.finish()
 
     def refuse_all(self, reason: Reason) -> None:
         """Refuse every row of which no token was taken; the others go on."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ class Scheduler:
         self._in_flight = InFlight(engine, self._landed, clock)
         self._waypoints = Waypoints(waypoints, self._queue, self._pump_soon)
         table.on_freed, self._queue.places.wake = self._freed, self._pump_soon
+        table.on_let_go = partial(self._guarded, self._queue.let_go)
         self._unsettled: tuple[BatchInFlight, BatchResult] | None = None
         self._due: asyncio.TimerHandle | None = None
         self._num_awaited = 0

@@ -20,6 +20,9 @@ from deltaline_server.snapshots.layout import Bytes, Section, StateLayout
 from deltaline_server.snapshots.state_file import read_header, read_state, write_state
 
 LOCK = "lock"
+MOVES = "moves"
+"""The file of records of moves, one after another."""
+_NEW_MOVES = "moves.part"
 _STATE = re.compile(r"([0-9a-f]{32})\.state")
 # One that is being written, or that a server left so which is gone.
 _PART = re.compile(r"[0-9a-f]{32}\.part")
@@ -27,6 +30,7 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A FIFO is opened at once, not when somebody writes to it; a terminal does not become ours.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_APPEND_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -64,8 +68,8 @@ class StateDirectory:
         self._lock = self._folder = -1
 
     def names(self) -> list[str]:
-        """Names of everything that is in the folder, but for the lock. Raises OSError."""
-        return sorted(name for name in os.listdir(self._folder) if name != LOCK)
+        """Names of everything that is in the folder, but for the lock and the records of moves. Raises OSError."""
+        return sorted(name for name in os.listdir(self._folder) if name not in (LOCK, MOVES, _NEW_MOVES))
 
     def remove_parts(self) -> None:
         """Remove files that were never whole. To be called before the first `write`."""
@@ -125,6 +129,51 @@ class StateDirectory:
             raise
         return stored
 
+    def read_records(self, most_bytes: int) -> bytes:
+        """All records of moves, empty where there is no file. Raises StateFileError: it is none of ours, or larger."""
+        try:
+            with self._opened(MOVES) as descriptor, open(descriptor, "rb", closefd=False) as file:
+                content = file.read(most_bytes + 1)
+        except StateFileError as error:
+            if error.flaw is Flaw.GONE:
+                return b""
+            raise
+        if len(content) > most_bytes:
+            raise StateFileError(Flaw.LENGTH, f"expected at most {most_bytes} bytes of records")
+        return content
+
+    def append_record(self, content: bytes) -> int:
+        """Write a record behind the others; once this returns it outlasts the host. Returns its bytes.
+
+        Raises StateFileError: it is not there, as far as that can be seen to."""
+        with self._opened(MOVES, _APPEND_FLAGS) as descriptor:
+            before = os.fstat(descriptor).st_size
+            try:
+                if os.write(descriptor, content) != len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(descriptor)
+                if not before:
+                    os.fsync(self._folder)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, before)
+                raise
+        return len(content)
+
+    def replace_records(self, content: bytes) -> None:
+        """Let these be all records of moves. Raises OSError: those before are there."""
+        self.remove(_NEW_MOVES)
+        if not content:
+            self.remove(MOVES)
+            return
+        descriptor = os.open(_NEW_MOVES, _NEW_FLAGS, 0o600, dir_fd=self._folder)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        os.rename(_NEW_MOVES, MOVES, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        os.fsync(self._folder)
+
     def remove(self, name: str) -> None:
         """Remove a file; one that is not there is gone. Raises OSError."""
         with suppress(FileNotFoundError):
@@ -147,10 +196,10 @@ class StateDirectory:
             ) from error
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[int]:
+    def _opened(self, name: str, flags: int = _READ_FLAGS) -> Iterator[int]:
         """Open a regular file of this user. Raises StateFileError, also in place of an OSError inside."""
         try:
-            descriptor = os.open(name, _READ_FLAGS, dir_fd=self._folder)
+            descriptor = os.open(name, flags, 0o600, dir_fd=self._folder)
             try:
                 status = os.fstat(descriptor)
                 if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
@@ -162,7 +211,7 @@ class StateDirectory:
             flaws = {errno.ELOOP: Flaw.KIND, errno.ENXIO: Flaw.KIND, errno.ENOENT: Flaw.GONE}
             flaws |= dict.fromkeys((errno.EMFILE, errno.ENFILE, errno.ENOMEM), Flaw.BUSY)
             flaw = flaws.get(error.errno or 0, Flaw.UNREADABLE)
-            raise StateFileError(flaw, f"can't be read ({error.strerror})") from error
+            raise StateFileError(flaw, f"can't be used ({error.strerror})") from error
 
 
 def name_of(id: bytes) -> str:

@@ -104,22 +104,24 @@ class Exchange:
                     raise RequestError(Reason.UPLOAD_TIMEOUT, message)
                 piece = next(pieces, None)
 
-    async def read_header(self, arriving: Arriving, owner: Principal) -> tuple[StoredHeader, bytes]:
+    async def read_header(self, arriving: Arriving) -> tuple[StoredHeader, bytes]:
         """Take the header of what arrives; return it with its digest, which tells one state's file from all others.
 
         Raises RequestError STATE_DAMAGED, STATE_MISMATCH or INVALID_REQUEST.
         """
         try:
-            stored, digest = await arriving.read_header(self._layout, self._fingerprint)
+            return await arriving.read_header(self._layout, self._fingerprint)
         except StateFileError as error:
             raise refused(error) from error
-        header, content_hash = stored.header, None
+
+    def check_adapter(self, header: StateHeader, owner: Principal) -> None:
+        """Raise RequestError STATE_MISMATCH unless a principal has the adapter of what arrives."""
+        content_hash = None
         with suppress(RequestError):
             content_hash = self._adapters.content_hash(header.adapter, owner)
         if content_hash != header.adapter_hash:
             message = "adapter: expected one that is loaded here under its name with the same content"
             raise RequestError(Reason.STATE_MISMATCH, message)
-        return stored, digest
 
     @asynccontextmanager
     async def received(

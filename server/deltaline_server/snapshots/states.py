@@ -21,6 +21,7 @@ from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
 from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.ledger import Slots
+from deltaline_server.tables.moved import Owner
 from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.prefixes.cost import ReusePolicy
 from deltaline_server.tables.prefixes.keys import PrefixKeys
@@ -72,6 +73,8 @@ class States:
         """moves, exchange, wholes: None where there are no tiers but the device."""
         self._moves, self.exchange, self._wholes = moves, exchange, wholes
         self._copies = set[asyncio.Future[None]]()
+        self._leaving = dict[tuple[int, int], asyncio.Event]()
+        """When those that are leaving do so no more: by their principal's number, and handle."""
         self._table, self._capture, self.snapshots, self._scheduler = table, capture, snapshots, scheduler
 
     async def create(
@@ -230,22 +233,36 @@ class States:
         if self._moves is not None:
             await self._moves.close()
 
+    def existing_exchange(self) -> Exchange:
+        """What states go by. Raises RequestError HOST_TIER_OFF where there is none."""
+        if self.exchange is None:
+            message = "this server keeps no states in host memory, by way of which they go: it needs --host-state-bytes"
+            raise RequestError(Reason.HOST_TIER_OFF, message)
+        return self.exchange
+
     @asynccontextmanager
-    async def stored(self, epoch: int, handles: NDArray[np.uint64], owner: Principal) -> AsyncIterator[bytes]:
+    async def stored(
+        self, epoch: int, handles: NDArray[np.uint64], owner: Principal, *, is_leaving: bool = False
+    ) -> AsyncIterator[bytes]:
         """Inside the context the whole of a principal's sequence, handles uint64 [1], lies in host memory, as it is
         behind the steps that were taken so far; later ones wait until it is copied. Returns its id there, which nobody
-        else knows.
+        else knows. is_leaving: whether they wait until the context is over, and commits too (`until_none_leaves`).
 
         Raises RequestError as `create` does, but for VERIFY_PENDING and SPANS_UNEVEN.
         """
         wholes, id, is_over = self._wholes, secrets.token_bytes(ID_BYTES), asyncio.Event()
+        key, copying = (owner.number, int(handles[0])), asyncio.Future[None]()
         assert wholes is not None
 
         def take(slots: Slots) -> asyncio.Future[None]:
+            nonlocal copying
             copying = asyncio.ensure_future(copy(wholes.read(id, int(slots[0]), owner)))
             self._copies.add(copying)
             copying.add_done_callback(self._copied)
-            return copying
+            if not is_leaving:
+                return copying
+            self._leaving[key] = is_over
+            return asyncio.ensure_future(leave(copying))
 
         async def copy(whole: Any) -> None:
             # It goes on when the call ends: the device reads what no step may write meanwhile.
@@ -253,13 +270,38 @@ class States:
             if is_over.is_set():
                 wholes.forget(id)
 
+        async def leave(copying: asyncio.Future[None]) -> None:
+            await asyncio.wait([copying])
+            await is_over.wait()
+
         try:
-            await asyncio.shield(await self._in_order(epoch, handles, owner, take))
+            await self._in_order(epoch, handles, owner, take)
+            await asyncio.shield(copying)
             self._held(epoch, handles, owner)  # else what was copied may be another's by now
             yield id
         finally:
             is_over.set()
+            if self._leaving.get(key) is is_over:
+                del self._leaving[key]
             wholes.forget(id)
+
+    async def until_none_leaves(self, handles: NDArray[np.uint64], principal: Principal) -> None:
+        """Wait until none of a principal's sequences is leaving: its commits would be left behind."""
+        while self._leaving:
+            waits = [self._leaving.get((principal.number, handle)) for handle in handles.tolist()]
+            leaving = next(filter(None, waits), None)
+            if leaving is None:
+                return
+            await leaving.wait()
+
+    def lease_s(self, epoch: int, handles: NDArray[np.uint64], owner: Principal) -> float:
+        """The length of an open sequence's lease, handles uint64 [1]. Raises RequestError as `stored` does."""
+        return self._table.lease_s(int(self._held(epoch, handles, owner)[0]))
+
+    def let_go(self, epoch: int, handles: NDArray[np.uint64], owner: Principal, lives_at: Owner) -> None:
+        """A principal's sequence that is leaving, handles uint64 [1], lives there from now on. Raises RequestError
+        as `stored` does where it is over by now; then it does not."""
+        self._table.let_go(int(self._held(epoch, handles, owner)[0]), lives_at)
 
     async def open_stored(self, header: StateHeader, owner: Principal, lease_s: float | None) -> NDArray[np.uint64]:
         """Open a sequence that goes on where one in host memory stood; as WholeSequences.open."""
@@ -306,12 +348,13 @@ class States:
     def _held(self, epoch: int, handles: NDArray[np.uint64], principal: Principal) -> Slots:
         """The slots of sequences that are open. Raises RequestError where one is not, or its state is not finite."""
         slots, states = self._table.lookup(epoch, handles, principal)
-        for slot, state in zip(slots.tolist(), states.tolist(), strict=True):
+        for row, (slot, state) in enumerate(zip(slots.tolist(), states.tolist(), strict=True)):
             if state == SequenceState.POISONED:
                 message = "a computation on the sequence's state failed or gave a value that is not finite"
                 raise RequestError(Reason.STATE_NOT_FINITE, message)
             if state != SequenceState.OPEN:
-                refusal = self._table.refusal(state, slot, 0)
-                raise RequestError(refusal.reason, refusal.message)
+                refusal = self._table.moved_refusals(epoch, handles, states, principal).get(row)
+                refusal = (refusal or self._table.refusal(state, slot, 0)).of_row(row)
+                raise RequestError(refusal.reason, refusal.message, metadata=refusal.metadata)
         self._table.touch(slots)
         return slots

@@ -31,12 +31,14 @@ from deltaline_server.tables.sequences import SequenceTable
 
 @dataclass(frozen=True)
 class Tiers:
-    """What every state of this server looks like, and where it may lie. host, files: None where they are off."""
+    """What every state of this server looks like, and where it may lie. host, files and their folder: None where they
+    are off."""
 
     layout: StateLayout
     fingerprint: bytes
     host: HostTier | None
     files: FileTier | None
+    directory: StateDirectory | None
 
     @classmethod
     def open(cls, config: Config, model: Model, pool: StatePool, pinning: Pinning | None) -> Tiers:
@@ -45,7 +47,7 @@ class Tiers:
         Raises ModelError: the folder can't be used, or there is not so much memory.
         """
         layout, fingerprint = make_layout(model, pool), model.fingerprint(pool.state_dtype, VERSION)
-        host = files = None
+        host = files = directory = None
         try:
             if config.host_state_bytes:
                 host = HostTier(layout, config.host_state_bytes, pinning)
@@ -56,7 +58,7 @@ class Tiers:
             if host is not None:
                 host.close()
             raise ModelError(str(error)) from error
-        return cls(layout, fingerprint, host, files)
+        return cls(layout, fingerprint, host, files, directory)
 
     @property
     def by_name(self) -> dict[str, HostTier | FileTier]:

@@ -77,6 +77,7 @@ class RequestIds:
             return reply
         self._check_room(number)
         task = asyncio.create_task(self._run(number, key, digest, work))
+        task.add_done_callback(_heard)
         self._running[number, key] = digest, task
         self._running_of[number] += 1
         return await asyncio.shield(task)
@@ -149,6 +150,12 @@ class RequestIds:
         num_bytes = sign * (len(outcome.reply) + ENTRY_BYTES)
         self.used_bytes += num_bytes
         self._bytes_of[number] = self._bytes_of.get(number, 0) + num_bytes
+
+
+def _heard(task: asyncio.Task[bytes]) -> None:
+    """Every caller may have gone before the work failed."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _digest(content: bytes) -> bytes:

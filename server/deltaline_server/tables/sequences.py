@@ -1,7 +1,7 @@
-"""The sequence table: handles, leases and life cycle of sequences, as arrays by slot.
+"""The sequence table: leases and life cycle of sequences, as arrays by slot.
 
-A slot's progress is in the ledger, its kept replies in `replies`, its state in a line of the pool. Time is the `clock`
-argument (monotonic seconds).
+What names a slot's sequence is in Handles, its progress in the ledger, its kept replies in `replies`, its state in a
+line of the pool. Time is the `clock` argument (monotonic seconds).
 
 Life of a slot: FREE -> open -> OPEN (-> POISONED) -> close or lease over -> [CLOSING while steps are in flight] -> FREE
 """
@@ -9,7 +9,6 @@ Life of a slot: FREE -> open -> OPEN (-> POISONED) -> close or lease over -> [CL
 from __future__ import annotations
 
 import heapq
-import secrets
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -20,21 +19,14 @@ from numpy.typing import NDArray
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.principal import ANONYMOUS, Principal
 from deltaline_server.tables.captured.state import CapturedState, count_references
+from deltaline_server.tables.handles import Handles
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import Slots, StepLedger
 from deltaline_server.tables.lines import NULL_LINE, LinePool
+from deltaline_server.tables.moved import Owner
 from deltaline_server.tables.open_tokens import Opened, OpenTokens, Origin
 from deltaline_server.tables.pages import Lines
-from deltaline_server.tables.sequence import (
-    ANOTHER_SERVER,
-    GONE,
-    MAX_SLOTS,
-    SequenceDescription,
-    SequenceState,
-    SpanProgress,
-    make_handles,
-    slots_of,
-)
+from deltaline_server.tables.sequence import GONE, SequenceDescription, SequenceState, SpanProgress, slots_of
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 
 CLOSING = bytes([SequenceState.CLOSING])
@@ -56,14 +48,21 @@ class SequenceTable:
         lease_tick_s: float,
         clock: Callable[[], float],
     ) -> None:
-        if not 1 <= num_slots <= MAX_SLOTS:
-            raise ValueError(f"num_slots: expected 1 .. {MAX_SLOTS}, got {num_slots}")
-        self.server_epoch = secrets.randbits(63) + 1
+        named = self._named = Handles(num_slots, clock)
+        self.server_epoch, self.moved, self.lookup, self.owners = (
+            named.server_epoch,
+            named.moved,
+            named.lookup,
+            named.owners,
+        )
+        self._handle, self._state, self.principal = named.handle, named.state, named.principal
         self.ledger, self.replies, self.adapters = ledger, replies, adapters
         self.default_lease_s, self.max_lease_s = default_lease_s, max_lease_s
         self.num_slots, self.num_expired = num_slots, 0
         self.num_open_of: defaultdict[int, int] = defaultdict(int)
         """Open sequences by their principal's number."""
+        self.principals: dict[int, Principal] = {}
+        """By their numbers, those who have or had sequences."""
         self.is_draining = False
         """Whether no new sequence is opened any more."""
         self.lines, self.pages, self._clock, self._lease_tick_s = lines, lines.pages, clock, lease_tick_s
@@ -71,14 +70,10 @@ class SequenceTable:
         self._free = list(range(num_slots))
         self.on_freed: Callable[[int], None] = lambda slot: None
         """Called with each slot whose sequence is over."""
+        self.on_let_go: Callable[[int, Refusal], None] = lambda slot, refusal: None
+        """Called to have the steps that wait for a slot's sequence refused."""
         self.tokens = OpenTokens(num_slots, self._is_any_held, self._check_held, clock)
-        self._handle = np.zeros(num_slots, dtype=np.uint64)
-        self._state, self._ends_as = np.zeros((2, num_slots), dtype=np.uint8)
-        # The principal's number of each slot's sequence.
-        self.principal = np.zeros(num_slots, dtype=np.int32)
-        self._former_handle = np.zeros(num_slots, dtype=np.uint64)
-        self._former_principal = np.zeros(num_slots, dtype=np.int32)
-        self._former_state = np.full(num_slots, SequenceState.UNKNOWN, dtype=np.uint8)
+        self._ends_as = np.zeros(num_slots, dtype=np.uint8)
         self._lease_s = np.zeros(num_slots)
         self._deadline_s = np.zeros(num_slots)
         # Lines that a batch reads and writes. A span that has not run yet reads the null line, the fresh-sequence flag,
@@ -151,9 +146,8 @@ class SequenceTable:
         """Let as many sequences begin as there are lines, which they will write, in slots that are free; they read
         nothing and have no adapter so far. Returns their slots, int64 [len(lines)]."""
         slots = np.array([heapq.heappop(self._free) for _ in range(len(lines))], dtype=np.int64)
-        self._handle[slots] = make_handles(slots)
-        self._state[slots] = SequenceState.OPEN
-        self.principal[slots] = principal.number
+        self._named.begin(slots, principal)
+        self.principals[principal.number] = principal
         self.num_open_of[principal.number] += len(lines)
         self._lease_s[slots] = lease_s
         self._deadline_s[slots] = self._clock() + lease_s
@@ -161,6 +155,12 @@ class SequenceTable:
         self.read_line[:, slots] = NULL_LINE
         self.ledger.reset(slots)
         return slots
+
+    def open_by_principal(self) -> list[tuple[Principal, NDArray[np.uint64]]]:
+        """The handles of the sequences that are open, of each principal that has some."""
+        is_open = self._state == SequenceState.OPEN
+        numbers = np.unique(self.principal[is_open]).tolist()
+        return [(self.principals[one], self._handle[is_open & (self.principal == one)]) for one in numbers]
 
     def handles(self, slots: Slots) -> NDArray[np.uint64]:
         """The handles of slots that are in use, uint64 [len(slots)]."""
@@ -192,6 +192,10 @@ class SequenceTable:
         """A slot's sequence, which had another lease so far, has this one from now on."""
         self._lease_s[slot], self._deadline_s[slot] = lease_s, self._clock() + lease_s
 
+    def lease_s(self, slot: int) -> float:
+        """How long the lease of a slot's sequence is, in all."""
+        return float(self._lease_s[slot])
+
     def touch(self, slots: Slots) -> None:
         """Renew the leases of slots whose steps were taken or are over; a later deadline stays."""
         deadline_s = self._lease_s.take(slots)
@@ -214,6 +218,18 @@ class SequenceTable:
             self._end(slot, SequenceState.EXPIRED)
         self.num_expired += len(over)
         return len(over)
+
+    def let_go(self, slot: int, owner: Owner) -> None:
+        """A slot's sequence, which is open and of which the device has nothing, lives at its owner from now on.
+
+        The steps that wait for it are refused; its principal is told of the owner for as long as its lease was.
+        """
+        whose = self.principals[int(self.principal[slot])].name
+        handle = int(self._handle[slot])
+        self.moved.add(self.server_epoch, handle, whose, owner, float(self._lease_s[slot]))
+        if self._end(slot, SequenceState.ELSEWHERE) is SequenceState.CLOSING:
+            self.moved.tell(self.server_epoch, handle, whose)
+            self.on_let_go(slot, owner.refusal())
 
     def end_frozen_reads(self, span: int | slice, slots: Slots) -> None:
         """Let go of the frozen lines that slots read on a span, or on several; what they read then is theirs to say."""
@@ -246,10 +262,8 @@ class SequenceTable:
         return how
 
     def _free_slot(self, slot: int, how: SequenceState) -> None:
-        self._former_handle[slot], self._former_state[slot] = self._handle[slot], how
-        self._former_principal[slot] = self.principal[slot]
         self.num_open_of[int(self.principal[slot])] -= 1
-        self._handle[slot], self._state[slot] = 0, SequenceState.FREE
+        self._named.end(slot, how)
         self.end_frozen_reads(slice(None), np.array([slot]))
         self.lines.release([int(self.write_line[slot])])
         self.write_line[slot] = NULL_LINE
@@ -271,28 +285,6 @@ class SequenceTable:
 
     # -- questions -------------------------------------------------------------------------------------------------
 
-    def lookup(
-        self, epoch: int, handles: NDArray[np.uint64], principal: Principal = ANONYMOUS
-    ) -> tuple[Slots, NDArray[np.uint8]]:
-        """Slots int64 [N] and states uint8 [N] (SequenceState) of handles. A slot means nothing when its sequence is
-        gone; another principal's sequence is UNKNOWN. epoch: ANOTHER_SERVER where a call means one."""
-        slots = slots_of(handles)
-        if epoch != self.server_epoch:
-            gone = SequenceState.ELSEWHERE if epoch == ANOTHER_SERVER else SequenceState.LOST
-            return slots, np.full(len(handles), gone, dtype=np.uint8)
-        # Nearly always every handle is one that is held: its slot is in range and not free.
-        near, states = self._handle.take(slots, mode="clip"), self._state.take(slots, mode="clip")
-        is_own = self.principal.take(slots, mode="clip") == principal.number
-        if near.tobytes() == handles.tobytes() and np.count_nonzero(states) == np.count_nonzero(is_own) == len(states):
-            return slots, states
-        in_range = slots < self.num_slots
-        slots = np.where(in_range, slots, 0)
-        live = in_range & is_own & (handles != 0) & (self._handle[slots] == handles)
-        former = in_range & (handles != 0) & (self._former_handle[slots] == handles)
-        former &= self._former_principal[slots] == principal.number
-        states = np.where(live, self._state[slots], np.where(former, self._former_state[slots], SequenceState.UNKNOWN))
-        return slots, states.astype(np.uint8)
-
     def kept_bytes(self, principal: Principal) -> int:
         """Bytes of the replies that a principal's sequences have."""
         return self.replies.num_bytes(slice(None), self.principal == principal.number)
@@ -307,6 +299,12 @@ class SequenceTable:
 
     def _is_any_held(self, handles: NDArray[np.uint64]) -> bool:
         return bool((self._handle[slots_of(handles)] == handles).any())
+
+    def moved_refusals(
+        self, epoch: int, handles: NDArray[np.uint64], states: NDArray[np.uint8], principal: Principal
+    ) -> dict[int, Refusal]:
+        """What is said of those of a lookup's handles that were moved, by their index, beyond `refusal`."""
+        return {i: owner.refusal() for i, owner in self.owners(epoch, handles, states, principal).items()}
 
     def refusal(self, state: int, slot: int, span: int) -> Refusal:
         """Why a sequence in this state takes no step on this span."""
@@ -369,6 +367,7 @@ class SequenceTable:
                 positions[i] = self.ledger.done.position[span, slot]
             if refusal is not None:
                 refusals[i] = refusal
+        refusals |= self.moved_refusals(epoch, handles, states, principal)
         self.touch(np.delete(slots, list(refusals)))
         return positions, refusals
 

@@ -63,6 +63,13 @@ class Principals(Protocol):
     def num_refused(self) -> int: ...
 
 
+class Moves(Protocol):
+    """What moves sequences to other servers."""
+
+    num_moved: int
+    num_failed: int
+
+
 def add_gauges(
     metrics: Metrics,
     *,
@@ -79,6 +86,7 @@ def add_gauges(
     principals: Principals,
     unknown_handles: Callable[[], int],
     tiers: Mapping[str, TierCounts],
+    moves: Moves,
 ) -> None:
     """Let the metrics read these numbers. adapters, tls: None where the server has none. tiers: by name."""
     _add_snapshots(metrics, table, snapshots, tiers)
@@ -134,6 +142,8 @@ def add_gauges(
         ("tls_reloads", "Certificates that changed and were taken.", of_tls(lambda t: t.num_taken)),
         ("tls_refusals", "Certificates that changed and can't be used.", of_tls(lambda t: t.num_refused)),
         ("sequences_expired", "Leases that ran out.", lambda: table.num_expired),
+        ("sequences_moved", "Sequences that were moved to other servers.", lambda: moves.num_moved),
+        ("moves_failed", "Moves that failed; the sequence stayed.", lambda: moves.num_failed),
     ):
         metrics.total(f"deltaline_{name}", text, read)
 

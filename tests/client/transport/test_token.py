@@ -83,3 +83,7 @@ def test_a_token_is_followed_to_other_hosts_by_tls_alone(kind: Any) -> None:
         kind("localhost", servers="localhost:1")
     with pytest.raises(ValueError, match="address: expected HOST"):
         kind("localhost", servers=["no address"])
+    with pytest.raises(TypeError, match=r"servers\[1\]: expected an address, got int"):
+        kind("localhost", servers=["localhost:1", 1])
+    with pytest.raises(TypeError, match="servers: expected addresses, got int"):
+        kind("localhost", servers=1)

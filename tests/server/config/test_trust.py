@@ -30,11 +30,31 @@ def test_loopback_needs_neither(host: str) -> None:
         (TLS[2:], "--tls-key: expected --tls-cert beside it"),
         (["--tls-client-ca", "ca.crt"], "--tls-client-ca: expected --tls-cert and --tls-key beside it"),
         ([*TLS, "--insecure"], "--insecure: expected no --tls-cert beside it"),
+        (["--move-ca", "ca.crt"], "--move-ca: expected --tls-cert and --tls-key beside it"),
+        (["--move-peers", "gpu-2:50051"], "--move-peers: expected --tls-cert and --tls-key for gpu-2:50051"),
+        (
+            ["--insecure", "--move-peers", "gpu-2:50051", "--move-token-file", __file__],
+            "--move-peers: expected --tls-cert and --tls-key for gpu-2:50051",
+        ),
     ],
 )
 def test_half_of_it_is_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         Config.parse([*BASE, *flags], {})
+
+
+@pytest.mark.parametrize("names", ["gpu-2", "gpu-2:0", "gpu-2:65536", ":50051", "a:1,,b:2", "", "a/b:1", "unix:/a"])
+def test_what_is_no_host_and_port_is_no_peer(names: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--move-peers: expected HOST:PORT, with commas between, got"):
+        Config.parse([*BASE, *TLS, "--move-peers", names], {})
+
+
+@pytest.mark.parametrize("flags", [TLS, ["--insecure"]], ids=str)
+def test_peers_are_hosts_and_ports_with_commas_between(flags: list[str]) -> None:
+    peers = Config.parse([*BASE, *flags, "--move-peers", "gpu-2:1, 10.0.0.3:50051,[fd00::1]:2"], {}).peers
+    assert peers == ["gpu-2:1", "10.0.0.3:50051", "[fd00::1]:2"]
+    assert Config.parse(BASE, {}).peers == []
+    assert Config.parse([*BASE, "--move-peers", "127.0.0.1:1,[::1]:2", "--move-token-file", __file__], {}).peers
 
 
 def test_what_the_command_reads_is_no_unknown_variable() -> None:

@@ -12,24 +12,39 @@ from rigs.principals import as_anonymous
 from rigs.scheduler_rig import DECODE, PREFILL, Rig, refuses, turns
 
 from deltaline.v1 import admin_service_pb2 as pb
-from deltaline_server.errors import Reason
+from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.admin_service import MAX_DRAIN_MS, AdminService
 from deltaline_server.memory.regions import Regions
 
 CONTEXT: Any = SimpleNamespace(peer=lambda: "ipv4:127.0.0.1:1")
 
 
+class Drains:
+    """Stands in for a drain. begun: what was asked for, in seconds, and the targets; of these one is refused."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[float | None, str]] = []
+
+    async def check(self, target: str) -> None:
+        if target == "bad:1":
+            raise RequestError(Reason.MOVE_TARGET_REFUSED, "target: expected another")
+
+    def begin(self, timeout_s: float | None, target: str) -> None:
+        self.begun.append((timeout_s, target))
+
+
 class Administered:
-    """The service before a rig's table and scheduler. drains: what was asked for, in seconds."""
+    """The service before a rig's table and scheduler."""
 
     def __init__(self, rig: Rig) -> None:
-        self.drains: list[float | None] = []
+        self.drain = Drains()
+        drain: Any = self.drain
         self.regions = Regions(
             limit_bytes=16 * mmap.PAGESIZE, default_lease_s=10.0, max_lease_s=60.0, clock=lambda: rig.now
         )
         info = pb.GetServerInfoResponse(version="1")
         self.service = AdminService(
-            info=info, table=rig.table, scheduler=rig.scheduler, regions=self.regions, drain=self.drains.append
+            info=info, table=rig.table, scheduler=rig.scheduler, regions=self.regions, drain=drain
         )
 
 
@@ -52,10 +67,19 @@ async def test_a_drain_s_time_is_in_milliseconds(timeout_ms: int, timeout_s: flo
     rig.open(3)
     made = Administered(rig)
     answer = await made.service.drain(pb.DrainRequest(timeout_ms=timeout_ms), CONTEXT)
-    assert pb.DrainResponse.FromString(answer).sequences_open == 3 and made.drains == [timeout_s]
+    assert pb.DrainResponse.FromString(answer).sequences_open == 3 and made.drain.begun == [(timeout_s, "")]
     with refuses(Reason.INVALID_REQUEST) as refused:
         await made.service.drain(pb.DrainRequest(timeout_ms=MAX_DRAIN_MS + 1), CONTEXT)
-    assert refused.value.refusal.field == "timeout_ms" and len(made.drains) == 1
+    assert refused.value.refusal.field == "timeout_ms" and len(made.drain.begun) == 1
+
+
+async def test_a_drain_begins_with_a_target_that_is_accepted_and_with_no_other() -> None:
+    made = Administered(Rig())
+    with refuses(Reason.MOVE_TARGET_REFUSED):
+        await made.service.drain(pb.DrainRequest(target="bad:1"), CONTEXT)
+    assert made.drain.begun == []
+    await made.service.drain(pb.DrainRequest(timeout_ms=5000, target="good:1"), CONTEXT)
+    assert made.drain.begun == [(5.0, "good:1")]
 
 
 async def test_load_is_every_number_by_its_name() -> None:

@@ -33,6 +33,7 @@ from deltaline_server.memory.regions import Regions
 from deltaline_server.step import LeftWaypoint, SpanShapes, StepForm, StepResult, StepTiming
 from deltaline_server.tables.adapter_registry import MAX_ADAPTERS
 from deltaline_server.tables.ledger import StepLedger
+from deltaline_server.tables.moved import Owner
 from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.sequence import GONE, SequenceDescription, SequenceState, SpanProgress
 from deltaline_server.tables.sequence_adapters import BoundAdapter
@@ -78,18 +79,28 @@ def refusal_of(call: Callable[[], object]) -> Refusal:
     return caught.value.refusal
 
 
+# The longest that --advertise takes.
+SERVER = Config(random_init="c", advertise="s" * 253 + ":65535").name(1)
+OWNER = Owner(SERVER, 2**64 - 1, 2**64 - 1)
+
+
 def row_refusals() -> dict[Reason, Refusal]:
     """What rows are refused with, with the largest numbers."""
     ledger = StepLedger(1, 4, 8)
     for cells in (ledger.done, ledger.tail):
         cells.values[:] = COUNTER
     made = {reason: Refusal(reason, text) for reason, text in GONE.values()}
+    made[Reason.STATE_ELSEWHERE] = OWNER.refusal()
     for reason in Reason:
         try:
             made[reason] = ledger.refusal(reason, 0, 0, accepted=2**31 - 1)
         except KeyError:
             continue
     return made
+
+
+def worst_refusal() -> Refusal:
+    return max(row_refusals().values(), key=lambda refusal: replies.row_statuses({1: refusal})[0].ByteSize())
 
 
 @pytest.mark.parametrize("reason", row_refusals(), ids=lambda reason: str(reason.name))
@@ -105,7 +116,8 @@ TIMING = StepTiming(LONG, LONG, LONG, LONG, 2**31 - 1, 2**31 - 1)
 
 def worst_step(form: StepForm, refuses: bool) -> StepResult:
     """The largest result of a step: all its rows are refused, or none is."""
-    rows, worst = form.num_rows, max(row_refusals().values(), key=lambda refusal: len(refusal.message))
+    rows = form.num_rows
+    worst = worst_refusal()
     start = np.zeros(rows + 1, np.int64) if refuses else form.output_start
     asked = [] if refuses else [(row, one.num_places) for row, one in form.waypoints.items()]
     place = LeftWaypoint(COUNTER, bytes(16))
@@ -182,7 +194,7 @@ def described(num_spans: int) -> SequenceDescription:
 
 
 def commits(count: int) -> bytes:
-    worst = max(row_refusals().values(), key=lambda refusal: len(refusal.message))
+    worst = worst_refusal()
     return replies.commit_response(np.full(count, COUNTER), dict.fromkeys(range(count), worst))
 
 
@@ -197,8 +209,6 @@ SNAPSHOT = state_pb.Snapshot(
     tier=prefix_pb.TIER_FILE,
     created_ms=2**42,
 )
-# The longest that --advertise takes.
-SERVER = Config(random_init="c", advertise="s" * 253 + ":65535").name(1)
 # How a request for `count` is read, and the largest reply to it.
 REPLIES: dict[str, tuple[Callable[[int], object], Callable[[int], bytes]]] = {
     "OpenSequences": (
@@ -207,7 +217,21 @@ REPLIES: dict[str, tuple[Callable[[int], object], Callable[[int], bytes]]] = {
     ),
     "DescribeSequences": (
         lambda count: requests.read_handles(np.arange(count), SERVED, reply_bytes.describe_bytes(64)),
-        lambda count: replies.describe_response(handles(count), [described(64)] * count),
+        lambda count: replies.describe_response(handles(count), [described(64)] * count, {}),
+    ),
+    "DescribeSequences of moved ones": (
+        lambda count: requests.read_handles(np.arange(count), SERVED, reply_bytes.describe_bytes(1)),
+        lambda count: replies.describe_response(
+            handles(count), [SequenceDescription(SequenceState.ELSEWHERE)] * count, dict.fromkeys(range(count), OWNER)
+        ),
+    ),
+    "CloseSequences": (
+        lambda count: requests.read_handles(np.arange(count), SERVED, reply_bytes.STATE_BYTES),
+        lambda count: replies.close_response([SequenceState.ELSEWHERE] * count, dict.fromkeys(range(count), OWNER)),
+    ),
+    "RenewLeases": (
+        lambda count: requests.read_handles(np.arange(count), SERVED, reply_bytes.STATE_BYTES),
+        lambda count: replies.renew_response([SequenceState.ELSEWHERE] * count, dict.fromkeys(range(count), OWNER)),
     ),
     "CommitSequences": (
         lambda count: requests.read_commit(
@@ -217,6 +241,14 @@ REPLIES: dict[str, tuple[Callable[[int], object], Callable[[int], bytes]]] = {
             SERVED,
         ),
         commits,
+    ),
+    "MoveSequences": (
+        lambda count: requests.read_handles(np.arange(count), SERVED, reply_bytes.MOVED_BYTES),
+        lambda count: max(
+            replies.move_response(dict.fromkeys(range(count), OWNER), {}),
+            replies.move_response({}, dict.fromkeys(range(count), worst_refusal())),
+            key=len,
+        ),
     ),
     "ForkSequences": (
         lambda count: requests.read_children(1, count, SERVED),
@@ -240,7 +272,11 @@ REPLIES: dict[str, tuple[Callable[[int], object], Callable[[int], bytes]]] = {
 # What docs/protocol.md says is always taken.
 ANNOUNCED = {
     "DescribeSequences": 1600,
-    "CommitSequences": 9000,
+    "DescribeSequences of moved ones": 13_000,
+    "CloseSequences": 14_000,
+    "RenewLeases": 14_000,
+    "CommitSequences": 8000,
+    "MoveSequences": 8000,
     "ForkSequences": 260_000,
     "CreateSnapshots": 24_000,
     "RestoreSequences": 24_000,
@@ -278,12 +314,9 @@ ADAPTER_MESSAGE = adapter_pb.Adapter(
     modules_elsewhere=2**32 - 1,
     shared=True,
 )
-CLOSING = pb.SEQUENCE_STATE_CLOSING
 MATCH = prefix_pb.PrefixMatch(snapshot_id=bytes(16), position=COUNTER, restore_us=COUNTER, compute_us=COUNTER)
-# The largest replies of calls that are bounded otherwise: by max_sequences' own bound, by a page, by what is held.
+# The largest replies of calls that are bounded otherwise: by a page, by what is held.
 LARGEST: list[Message] = [
-    pb.CloseSequencesResponse(state=[CLOSING] * MANY),
-    pb.RenewLeasesResponse(state=[CLOSING] * MANY),
     state_pb.FindSnapshotsResponse(match=MATCH),
     state_pb.ListSnapshotsResponse(
         snapshots=[SNAPSHOT] * requests.MAX_SNAPSHOTS, has_more=True, server_epoch=COUNTER, server=SERVER

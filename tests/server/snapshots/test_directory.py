@@ -183,7 +183,7 @@ def test_what_was_never_whole_is_removed(directory: StateDirectory, tmp_path: Pa
 def test_a_file_that_became_another_is_not_read(directory: StateDirectory, tmp_path: Path) -> None:
     stored = directory.write(HEADER, SECTIONS, MEMORY, NOW)
     os.unlink(tmp_path / "states" / name_of(HEADER.id))
-    with pytest.raises(StateFileError, match="can't be read") as gone:
+    with pytest.raises(StateFileError, match="can't be used") as gone:
         directory.read(stored.remembered, LAYOUT, np.empty_like(MEMORY), NOW)
     directory.write(make_header(owner="mallory"), SECTIONS, MEMORY, NOW)
     with pytest.raises(StateFileError, match="expected the header that was there before") as other:

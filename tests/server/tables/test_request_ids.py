@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -83,6 +84,21 @@ async def test_work_goes_on_without_the_calls_that_wait_for_it() -> None:
     later = asyncio.create_task(ids.once(work))
     work.may_end.set()
     assert await later == b"done" and work.count == 1
+
+
+async def test_work_may_fail_when_all_who_waited_for_it_have_gone() -> None:
+    ids, work, complaints = Ids(), Work(b"", is_held=True), list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    call = asyncio.create_task(ids.once(work))
+    await work.has_begun.wait()
+    call.cancel()
+    await asyncio.wait([call])
+    del call  # which has what it waited for
+    work.may_end.set()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    gc.collect()
+    assert complaints == []
 
 
 @pytest.mark.parametrize("is_held", [False, True], ids=["done", "under way"])

@@ -46,6 +46,7 @@ NUMBERED = """
     principals principals_refusals_total unknown_handles_total
     snapshots snapshots_pinned snapshot_lines_used snapshot_lines_capacity
     snapshots_captured_total snapshots_restored_total snapshots_evicted_total snapshots_expired_total
+    sequences_moved_total moves_failed_total
 """
 
 
@@ -146,6 +147,7 @@ def test_every_gauge_and_total_reads_its_own_number() -> None:
         principals=SimpleNamespace(names=dict.fromkeys(range(35), "a"), num_refused=36),
         unknown_handles=lambda: 37,
         tiers={},
+        moves=SimpleNamespace(num_moved=46, num_failed=47),
     )
     names = re.findall(r"\w+", NUMBERED)
     read = {name: sample(metrics, f"deltaline_{name}") for name in names}

@@ -73,7 +73,7 @@ class AsyncStepStream:
         self._live: _Live | None = None
         # Those that were left, until what they were sent is answered.
         self._ending: list[_Live] = []
-        self._is_closed = False
+        self._is_closed = self.has_answered = False
 
     def send(self, number: int, request: Sequence[Buffer], mailbox: Mailbox) -> None:
         """Send a step; its answer, or the error that ended the stream, comes to the mailbox under `number`."""
@@ -83,7 +83,7 @@ class AsyncStepStream:
         if self._token is not None:
             self._take_header(self._token.header())
         if self._live is None or self._live.is_over:
-            self._live = _Live(self._open_stream(metadata=self._caller.headers(self._server)))
+            self._live = _Live(self, self._open_stream(metadata=self._caller.headers(self._server)))
         self._live.send(number, request, mailbox)
 
     async def close(self) -> None:
@@ -110,8 +110,8 @@ class AsyncStepStream:
 class _Live:
     """One RPC, from its first step to its end."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, stream: AsyncStepStream, call: Any) -> None:
+        self._stream, self._call = stream, call
         self._pending = Pending()
         self._outbox: deque[bytes] = deque()
         self._writer: asyncio.Task[None] | None = None
@@ -148,6 +148,7 @@ class _Live:
         try:
             async for body in self._call:  # read() would drop what came before the stream broke
                 self._pending.deliver(*read_stream_response(body))
+                self._stream.has_answered = True
         except DeltalineError as unreadable:
             error = unreadable
             self._call.cancel()

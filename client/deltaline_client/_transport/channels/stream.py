@@ -37,7 +37,7 @@ class StepStream:
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[bytes | None] | None = None
         self._pending = Pending()
-        self._is_closed = False
+        self._is_closed = self.has_answered = False
 
     def close(self) -> None:
         """Send nothing more, since the channel is about to close: a step that comes now was surely not applied."""
@@ -87,6 +87,7 @@ class StepStream:
         try:
             for body in call:
                 pending.deliver(*read_stream_response(body))
+                self.has_answered = True
         except DeltalineError as unreadable:
             error = unreadable
             call.cancel()

@@ -26,7 +26,9 @@ _log = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
-    """What a way needs of its stream of steps."""
+    """What a way needs of its stream of steps. has_answered: whether an answer has ever come by it."""
+
+    has_answered: bool
 
     def leave(self) -> None:
         """Let the next step open another stream."""
@@ -41,13 +43,14 @@ AGAIN_S = 60.0
 @dataclass(eq=False, slots=True)
 class Way(Generic[S]):
     """How calls about a server go. server: its name, which they carry, "" for any. methods: by path. is_direct: at its
-    own address. failed_s: when it failed last."""
+    own address. failed_s: when it failed last. has_answered: whether a call by it has ever ended well."""
 
     server: str
     is_direct: bool
     methods: dict[str, Any]
     stream: S
     failed_s: float = -inf
+    has_answered: bool = False
 
 
 Used: TypeAlias = tuple[Way[S], float]
@@ -72,15 +75,13 @@ class Ways(Generic[S]):
         """api: grpc or grpc.aio. servers: which may be followed; None for all that verify, none without TLS.
 
         Raises ValueError for files that can't be used, for what is no address, and for one to which a token would go in
-        plaintext.
+        plaintext; TypeError for servers that are no texts.
         """
         if tls is not None:
             tls.credentials()  # now, not at the first call, is when files that can't be used are told
         self._api, self._make_stream, self._tls, self.caller = api, make_stream, tls, caller
         self._address = with_port(address)
-        if isinstance(servers, str):
-            raise ValueError(f"servers: expected several addresses, got the text {servers!r}")
-        self._servers = None if servers is None else frozenset(map(with_port, servers))
+        self._servers = None if servers is None else frozenset(map(with_port, _addresses(servers)))
         if caller.token is not None and tls is None:
             for server in self._servers or ():
                 caller.token.check(server)
@@ -103,7 +104,8 @@ class Ways(Generic[S]):
         is another.
 
         came_elsewhere: it leads to another server, and a stream does so for as long as it lasts. Else it is tried once
-        more before it is left: a connection that lasted may have come to its age.
+        more before it is left: a connection that lasted may have come to its age. Not so a way that has never
+        answered: the name may not be reached from here, or its server have no certificate for it.
         """
         (failed, begin_s), now_s = used, time.monotonic()
         server = failed.server
@@ -116,7 +118,8 @@ class Ways(Generic[S]):
             is_new = now_s - failed.failed_s > AGAIN_S
             if not is_known:
                 failed.failed_s = now_s
-            if not came_elsewhere and (is_known or is_new):
+            may_be_old = failed.has_answered or failed.stream.has_answered
+            if not came_elsewhere and (is_known or (is_new and may_be_old)):
                 return True
             if self.current.get(server) is failed:  # else another call was first
                 self.current[server] = way = self._way(server, not failed.is_direct)
@@ -129,6 +132,11 @@ class Ways(Generic[S]):
         with self._lock:
             self._is_closed = True
             return [way.stream for way in self._made.values()], list(self._channels.values())
+
+    def may_go(self, server: str) -> bool:
+        """Whether calls may go to a server by its name: to the address that the client was given, or where it may
+        follow."""
+        return server == self._address or self._may_follow(server)
 
     def _may_follow(self, server: str) -> bool:
         """Whether calls may go to a server's own address, and that is another than the client was given."""
@@ -162,3 +170,16 @@ class Ways(Generic[S]):
             tls = self._tls if self._tls is None or not is_direct else replace(self._tls, server_name=None)
             found = self._channels[address] = channel_of(self._api, address, tls, OPTIONS)
         return found
+
+
+def _addresses(servers: Iterable[str]) -> list[str]:
+    """The addresses to follow. Raises ValueError, TypeError."""
+    if isinstance(servers, str):
+        raise ValueError(f"servers: expected several addresses, got the text {servers!r}")
+    if not isinstance(servers, Iterable):
+        raise TypeError(f"servers: expected addresses, got {type(servers).__name__}")
+    found = list(servers)
+    for index, server in enumerate(found):
+        if not isinstance(server, str):
+            raise TypeError(f"servers[{index}]: expected an address, got {type(server).__name__}")
+    return found

@@ -49,6 +49,11 @@ class Principals:
         known = [ANONYMOUS] if self.file is None else self.file.known.principals
         return {principal.number: principal.name for principal in known}
 
+    def named(self, name: str) -> Principal | None:
+        """A principal of the file by its name; None where there is none, or no file."""
+        known = () if self.file is None else self.file.known.principals
+        return next((principal for principal in known if principal.name == name), None)
+
     def number_of(self, name: str) -> int | None:
         """The number of a principal that there is or may come to be; None where there can be none of this name."""
         if self.file is None:

@@ -1,0 +1,119 @@
+"""Sequences moved to another server, each by itself: at every instant it has at most one owner.
+
+The target opens a sequence under a handle that it tells this server alone; so nobody can step it there until this
+server has let go of it here, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltaline_server.config import Config
+from deltaline_server.errors import Code, Reason, Refusal, RequestError
+from deltaline_server.moving.peers import PAUSE_S, WHOLE_S, Peer, Peers
+from deltaline_server.moving.records import MovedRecords
+from deltaline_server.principal import Principal
+from deltaline_server.snapshots.directory import StateDirectory
+from deltaline_server.snapshots.header import ID_BYTES
+from deltaline_server.snapshots.states import States
+from deltaline_server.tables.moved import Owner
+from deltaline_server.tables.sequences import SequenceTable
+
+# Of a call: the more of them share the way, the longer each stands still.
+AT_ONCE = 2
+# The target is asked again, with the same request id, where its answer is lost.
+TRIES = 2
+
+
+class Moved(NamedTuple):
+    """What became of sequences, by their rows: where those live that were moved, and why the others were not."""
+
+    owners: dict[int, Owner]
+    refusals: dict[int, Refusal]
+
+
+class Mover:
+    """Moves sequences of a table to other servers. All methods belong to the event loop's thread."""
+
+    def __init__(self, states: States, table: SequenceTable, peers: Peers, records: MovedRecords | None) -> None:
+        """records: of moves, for the server that comes after this one; None for none."""
+        self._states, self._table, self._peers, self.records = states, table, peers, records
+        self.num_moved = self.num_failed = 0
+        """Sequences that were moved, and how often one that could have been was not."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        states: States,
+        table: SequenceTable,
+        directory: StateDirectory | None,
+        wall_clock: Callable[[], float],
+    ) -> Self:
+        """That of a server's options. directory: of its files, None for none; wall_clock: seconds since 1970."""
+        records = None
+        if directory is not None:
+            records = MovedRecords(directory, table.moved, table.max_lease_s, wall_clock)
+        return cls(states, table, Peers.of(config), records)
+
+    async def check(self, target: str) -> None:
+        """Raise RequestError as `move` does unless sequences may be moved to a server, which answers."""
+        self._states.existing_exchange()
+        async with self._peers.reach(target, self._table.server_epoch):
+            pass
+
+    async def move(self, epoch: int, handles: NDArray[np.uint64], principal: Principal, target: str) -> Moved:
+        """Move a principal's sequences, handles uint64 [N], a few at a time, while they are stepped. Each stands still
+        from when its state is read until it lives there; one that is not moved goes on here.
+
+        Raises RequestError as Peers.reach does, and HOST_TIER_OFF; then none was moved.
+        """
+        self._states.existing_exchange()
+        owners, refusals, places = dict[int, Owner](), dict[int, Refusal](), asyncio.Semaphore(AT_ONCE)
+
+        async def move(row: int, peer: Peer) -> None:
+            async with places:
+                try:
+                    owners[row] = await self._move_one(epoch, handles[row : row + 1], principal, peer)
+                    self.num_moved += 1
+                except RequestError as error:
+                    refusals[row] = error.refusal
+                    self.num_failed += error.refusal.reason.code != Code.NOT_FOUND
+
+        async with self._peers.reach(target, self._table.server_epoch) as peer, asyncio.TaskGroup() as moves:
+            for row in range(len(handles)):
+                moves.create_task(move(row, peer))
+        return Moved(owners, refusals)
+
+    async def _move_one(self, epoch: int, handle: NDArray[np.uint64], principal: Principal, peer: Peer) -> Owner:
+        """One sequence's move, handle uint64 [1]. Raises RequestError as States.stored, Peer.open and MovedRecords.add
+        do, and of a sequence that is over meanwhile; then it has not left."""
+        exchange, request_id = self._states.existing_exchange(), secrets.token_bytes(ID_BYTES)
+        with exchange.on_its_way(principal):
+            async with self._states.stored(epoch, handle, principal, is_leaving=True) as id:
+                lease_ms = round(self._states.lease_s(epoch, handle, principal) * 1000)
+                for left in reversed(range(TRIES)):
+                    pieces = exchange.pieces(id, principal, pause_s=PAUSE_S, whole_s=WHOLE_S)
+                    try:
+                        async with aclosing(pieces):
+                            owner = await peer.open(pieces, request_id, lease_ms)
+                        break
+                    except RequestError as error:
+                        if error.refusal.reason is not Reason.MOVE_FAILED or not left:
+                            raise
+                try:
+                    if self.records is not None:  # before anybody may know
+                        at = epoch, int(handle[0])
+                        await self.records.add(*at, principal.name, owner, lease_ms / 1000)
+                    self._states.let_go(epoch, handle, principal, owner)
+                except RequestError:  # of all else nobody knows whether it was let go of
+                    await peer.close(owner)
+                    raise
+        return owner

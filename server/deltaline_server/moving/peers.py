@@ -1,0 +1,162 @@
+"""Servers that sequences may be moved to: which there are, how this one proves to them who it is, and what they say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from deltaline.tls import Tls, channel_of
+from deltaline.v1 import admin_service_pb2, layer_service_pb2, state_service_pb2
+from deltaline.v1.admin_service_pb2_grpc import AdminServiceStub
+from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
+from deltaline.v1.state_service_pb2_grpc import StateServiceStub
+from deltaline_server.config import Config
+from deltaline_server.errors import Code, Reason, RequestError
+from deltaline_server.tables.moved import Owner
+
+# How long a server may take to say who it is, to take a message or open what came, and for all of a sequence.
+REACH_S, PAUSE_S, WHOLE_S = 10.0, 30.0, 600.0
+_DETAILS = "grpc-status-details-bin"
+# What such an answer is about is between the two servers.
+_NOT_LET_IN = (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED)
+
+# Nobody but this module sends anything again.
+_OPTIONS = (("grpc.enable_retries", 0), ("grpc.service_config_disable_resolution", 1))
+
+Metadata: TypeAlias = Sequence[tuple[str, str]]
+
+
+class Peer:
+    """A server that was reached. address: where; server_epoch: of its process."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, address: str, info: admin_service_pb2.GetServerInfoResponse, metadata: Metadata
+    ) -> None:
+        """info: what it says of itself. metadata: of every call."""
+        self.address, self.server_epoch = address, info.server_epoch
+        self._most_bytes, self._metadata = info.inline_limit_bytes, metadata
+        self._state: Any = StateServiceStub(channel)
+        self._layer: Any = LayerServiceStub(channel)
+
+    async def open(self, pieces: AsyncIterator[bytes], request_id: bytes, lease_ms: int) -> Owner:
+        """Let a sequence go on there, by its file, for its principal, under a handle that nobody else is told.
+
+        Raises RequestError with what the server says; MOVE_FAILED where it says nothing, and may have opened it.
+        """
+        first = state_service_pb2.ImportStateRequest(
+            request_id=request_id, lease_ms=lease_ms, sequence=True, keep_owner=True
+        )
+        call = self._state.ImportState(metadata=self._metadata, timeout=WHOLE_S)
+        try:
+            async with aclosing(self._messages(first, pieces)) as messages:
+                with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it has answered already
+                    async for message in messages:
+                        async with asyncio.timeout(PAUSE_S):
+                            await call.write(message)
+                    await call.done_writing()
+            async with asyncio.timeout(PAUSE_S):
+                opened = await call
+        except grpc.aio.AioRpcError as error:
+            raise _said(error) from error
+        except TimeoutError as error:
+            raise _no_answer(f"within {PAUSE_S:g} seconds") from error
+        finally:
+            call.cancel()
+        return Owner(opened.server or self.address, opened.server_epoch, opened.sequence.sequence)
+
+    async def close(self, owner: Owner) -> None:
+        """End a sequence that was opened there, which nobody was told of, if this server may: else its lease does."""
+        request = layer_service_pb2.CloseSequencesRequest(server_epoch=owner.server_epoch, sequence=[owner.handle])
+        with suppress(grpc.aio.AioRpcError):
+            await self._layer.CloseSequences(request, metadata=self._metadata, timeout=REACH_S)
+
+    async def _messages(
+        self, first: state_service_pb2.ImportStateRequest, pieces: AsyncIterator[bytes]
+    ) -> AsyncGenerator[state_service_pb2.ImportStateRequest, None]:
+        yield first
+        async for piece in pieces:
+            for at in range(0, len(piece), self._most_bytes):
+                yield state_service_pb2.ImportStateRequest(chunk=piece[at : at + self._most_bytes])
+
+
+class Peers:
+    """The servers that sequences may be moved to, and no others."""
+
+    def __init__(self, addresses: Sequence[str], tls: Tls | None = None, token_file: str | None = None) -> None:
+        """addresses: HOST:PORT of each. tls: who they have to prove to be, and this server's own certificate; None for
+        no TLS. token_file: of the token that they know this server by. Files are read whenever one is reached."""
+        self._addresses, self._tls, self._token_file = frozenset(addresses), tls, token_file
+
+    @classmethod
+    def of(cls, config: Config) -> Peers:
+        """Those of a server's options: with TLS where it has a certificate, which is the one that it shows them."""
+        tls = None
+        if config.tls_cert is not None:
+            tls = Tls(config.move_ca or config.tls_client_ca, config.tls_cert, config.tls_key)
+        return cls(config.peers, tls, config.move_token_file)
+
+    @asynccontextmanager
+    async def reach(self, address: str, own_epoch: int) -> AsyncIterator[Peer]:
+        """A server, which has said who it is. Raises RequestError MOVE_TARGET_REFUSED for one that is not listed, to
+        which nothing is sent; does not prove who it is; lets this one not in; or is this one, by its epoch."""
+        if address not in self._addresses:
+            raise _target_refused("expected one of the servers that this one may move sequences to")
+        try:
+            metadata, channel = self._metadata(), channel_of(grpc.aio, address, self._tls, _OPTIONS)
+        except (OSError, ValueError) as error:
+            raise _target_refused("this server's certificates, or its token, can't be read") from error
+        async with channel:
+            admin: Any = AdminServiceStub(channel)
+            try:
+                request = admin_service_pb2.GetServerInfoRequest()
+                info = await admin.GetServerInfo(request, metadata=metadata, timeout=REACH_S)
+            except grpc.aio.AioRpcError as error:
+                raise _unreached(error) from error
+            if info.server_epoch == own_epoch:
+                raise _target_refused("it is this server")
+            yield Peer(channel, address, info, metadata)
+
+    def _metadata(self) -> Metadata:
+        if self._token_file is None:
+            return ()
+        return (("authorization", f"Bearer {Path(self._token_file).read_text().strip()}"),)
+
+
+def _unreached(error: grpc.aio.AioRpcError) -> RequestError:
+    """What is told of a server that did not say who it is."""
+    if error.code().value[0] in _NOT_LET_IN:
+        return _target_refused("it does not let this server in")
+    return _target_refused("it can't be reached, or does not prove who it is", retry_after_s=1.0)
+
+
+def _target_refused(why: str, retry_after_s: float | None = None) -> RequestError:
+    return RequestError(Reason.MOVE_TARGET_REFUSED, f"target: {why}", retry_after_s=retry_after_s)
+
+
+def _no_answer(how: str) -> RequestError:
+    message = f"the target did not answer {how}; the sequence stays here"
+    return RequestError(Reason.MOVE_FAILED, message, retry_after_s=1.0)
+
+
+def _said(error: grpc.aio.AioRpcError) -> RequestError:
+    """What a server has said of a sequence; where it said nothing, or has a bug, that it did not answer."""
+    status, info, delay = status_pb2.Status(), error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS and isinstance(value, bytes):
+            status = status_pb2.Status.FromString(value)
+    for detail in status.details:
+        if not detail.Unpack(info):
+            detail.Unpack(delay)
+    reason = Reason.__members__.get(info.reason)
+    if reason is None or reason is Reason.BUG:
+        return _no_answer("as it should")
+    if reason.code in _NOT_LET_IN:
+        return _target_refused("it does not let this server in")
+    retry_after_s = delay.retry_delay.ToNanoseconds() / 1e9 or None
+    return RequestError(reason, f"the target: {error.details()}", retry_after_s=retry_after_s)
