@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import grpc
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from rigs.running_sum import Fault, tokens
+from rigs.running_sum import FAST, Fault, tokens
 
 from deltaline_client import (
+    Client,
     Retry,
     Row,
     RowOutcome,
@@ -273,3 +276,36 @@ def test_a_snapshot_of_sequences_that_were_moved_apart_is_a_mistake(
     with pytest.raises(ValueError, match="one server process, got 2 of 2"):
         do(client.snapshots.create(sequences))
     assert not server.states.kept and not other.states.kept
+
+
+def test_threads_step_spans_of_sequences_that_are_moved_meanwhile(server: Any, other: Any) -> None:
+    """No request pairs a handle with a server at which it never was."""
+    hidden, done = tokens(300), threading.Semaphore(0)
+    num_steps = len(hidden)
+    with Client(server.address, retry=FAST, servers=[other.address]) as client, ThreadPoolExecutor(3) as threads:
+        sequences = client.open_many(3)
+
+        def step(span: int) -> list[NDArray[Any]]:
+            outputs = []
+            for token in hidden:
+                outputs.append(client.decode(sequences, token[None].repeat(3, 0), span=span))
+                done.release()
+            return outputs
+
+        def ask() -> None:
+            for _ in range(num_steps):
+                client.renew(sequences)
+
+        steps, asking = [threads.submit(step, span) for span in (0, 1)], threads.submit(ask)
+        homes = {one: (server, one.handle) for one in sequences}
+        for turn in range(num_steps):
+            assert done.acquire(timeout=60)
+            one = sequences[turn % 3]
+            here, handle = homes[one]
+            there = other if here is server else server
+            homes[one] = there, here.move(handle, there)
+        for call in steps:
+            np.testing.assert_array_equal(call.result(60), sums(hidden)[:, None].repeat(3, 1))
+        asking.result(60)
+    for here, handle in homes.values():
+        assert [here.streams[handle][span].step for span in (0, 1)] == [num_steps] * 2
