@@ -163,6 +163,21 @@ async def test_damaged_records_are_passed_over_and_their_neighbours_found(
     assert ("damaged records" in caplog.text) == bool(damage(LINE))
 
 
+async def test_records_that_can_t_be_read_now_stay(
+    directory: StateDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    wall = Wall()
+    await (await Served(directory, wall).start()).add(8)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        await Served(directory, wall).start()
+    assert "can't be used" in caplog.text
+    assert (await Served(directory, wall).start()).found(8) == [True]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
