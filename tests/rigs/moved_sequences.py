@@ -20,6 +20,8 @@ from deltaline.v1 import state_service_pb2 as state_pb
 from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
 from deltaline.v1.state_service_pb2_grpc import StateServiceStub
 
+# A server that comes back is found soon.
+_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)]
 PREFILL, DECODE, VERIFY = pb.ROW_KIND_PREFILL, pb.ROW_KIND_DECODE, pb.ROW_KIND_VERIFY
 
 
@@ -41,9 +43,9 @@ class Calls:
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
             self._channels[address] = (
-                grpc.aio.insecure_channel(address)
+                grpc.aio.insecure_channel(address, options=_OPTIONS)
                 if self._credentials is None
-                else grpc.aio.secure_channel(address, self._credentials)
+                else grpc.aio.secure_channel(address, self._credentials, options=_OPTIONS)
             )
         return self._channels[address]
 

@@ -55,7 +55,7 @@ class Peer:
         call = self._state.ImportState(metadata=self._metadata, timeout=WHOLE_S)
         try:
             async with aclosing(self._messages(first, pieces)) as messages:
-                with suppress(asyncio.InvalidStateError):  # it has answered already
+                with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it has answered already
                     async for message in messages:
                         async with asyncio.timeout(PAUSE_S):
                             await call.write(message)

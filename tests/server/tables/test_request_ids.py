@@ -93,6 +93,7 @@ async def test_work_may_fail_when_all_who_waited_for_it_have_gone() -> None:
     await work.has_begun.wait()
     call.cancel()
     await asyncio.wait([call])
+    del call  # which has what it waited for
     work.may_end.set()
     for _ in range(3):
         await asyncio.sleep(0)
