@@ -154,7 +154,7 @@ async def test_our_client_asks_about_many_in_several_calls(
 ) -> None:
     async with make_server(max_sequences=600) as server, AsyncClient(server.address) as client:
         sequences = await client.open_many(600)
-        monkeypatch.setattr(reply_bytes, "DEFAULT_BYTES", 50_000)  # room for some 300
+        monkeypatch.setattr(reply_bytes, "DEFAULT_BYTES", 80_000)  # room for some 260
         assert {one.state for one in await client.describe(sequences)} == {SequenceState.OPEN}
         assert await client.close(sequences) == [SequenceState.CLOSED] * 600
 

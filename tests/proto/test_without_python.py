@@ -36,4 +36,5 @@ def test_the_page_shows_the_calls_of_a_sequence_s_life() -> None:
         "CommitSequencesRequest",
         "ForkSequencesRequest",
         "CloseSequencesRequest",
+        "CloseSequencesResponse",
     }

@@ -139,7 +139,7 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         self.make_region: Callable[[Any, Any], admin.CreateSharedMemoryResponse] | None = None
         self.arrived, self.released = threading.Event(), threading.Event()
         self.lock = threading.Lock()
-        self.server = grpc.server(futures.ThreadPoolExecutor(8))
+        self.server = grpc.server(futures.ThreadPoolExecutor(32))
         layer_service_pb2_grpc.add_LayerServiceServicer_to_server(self, self.server)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self, self.server)
         self.states = FakeStates(self)
