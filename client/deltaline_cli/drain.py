@@ -72,6 +72,10 @@ def _begin(client: Client, timeout_s: float | None, targets: Sequence[str]) -> i
             left = client.drain(timeout_s, target=target)
         except MoveTargetRefused as error:
             print(f"{target} takes none: {error}", file=sys.stderr)
+        except (Stopping, Unavailable):
+            if left is None:
+                raise
+            break  # all had moved, and it has stopped
         else:
             print(f"sequences move to {target}", flush=True)
     return left

@@ -367,7 +367,7 @@ class Stopping(ServerError, reason="STOPPING"):
 
 
 class MoveFailed(ServerError, reason="MOVE_FAILED"):
-    """A sequence was not moved, as its target did not answer; it goes on where it was."""
+    """A sequence was not moved: its target did not answer, or it could not be recorded. It goes on where it was."""
 
 
 class Bug(ServerError, reason="BUG"):

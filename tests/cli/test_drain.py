@@ -105,6 +105,15 @@ def test_sequences_are_moved_to_every_server_that_is_accepted(server: Any, capsy
     assert told.err.startswith("gone:1 takes none: ") and "MOVE_TARGET_REFUSED" in told.err
 
 
+def test_a_server_that_stops_before_all_targets_were_named_is_no_error(
+    server: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.pass_by("Drain")
+    server.refuse("Drain", Reason.STOPPING)
+    assert main(["drain", server.address, "--to", "there:2", "--to", "here:3"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "sequences move to there:2"
+
+
 def test_where_no_server_is_accepted_it_says_that_no_drain_has_begun(
     server: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

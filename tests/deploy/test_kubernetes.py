@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -283,13 +284,15 @@ def environment_of(container: dict[str, Any]) -> dict[str, str]:
 
 
 def pre_stop(container: dict[str, Any]) -> argparse.Namespace:
-    """The options of the command that ends a pod."""
-    command, *arguments = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert command == "deltaline"
+    """The options of the command that ends a pod; where that fails the same one follows it without targets."""
+    shell, option, script = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert (shell, option) == ("sh", "-c")
+    moving, plain = (shlex.split(part) for part in script.split("||"))
+    assert moving[0] == "deltaline" and plain == [word for word in moving if not word.startswith("--to=")]
     parser, served = argparse.ArgumentParser(), argparse.ArgumentParser(add_help=False)
     add_server(served)
     drain.add_drain(parser.add_subparsers(), served)
-    return parser.parse_args(arguments)
+    return parser.parse_args(moving[1:])
 
 
 def has_tls(container: dict[str, Any]) -> bool:

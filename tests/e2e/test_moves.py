@@ -27,6 +27,7 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_client import AsyncClient
 from deltaline_server.app import Server
 from deltaline_server.models.config import ModelConfig
+from deltaline_server.snapshots.directory import StateDirectory
 
 
 @asynccontextmanager
@@ -214,6 +215,25 @@ async def test_what_is_closed_meanwhile_is_not_moved(tmp_path: Path, monkeypatch
         held.go.set()
         assert reasons(await moving) == {0: "SEQUENCE_CLOSED"}
         assert (source.runtime.table.num_open, target.runtime.table.num_open) == (0, 0)
+
+
+async def test_where_moves_can_not_be_recorded_nothing_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    folder: Any = {"state_dir": str(tmp_path / "states"), "state_dir_bytes": 1 << 20}
+    async with (
+        pair(tmp_path, of_target={"state_dir": None, "state_dir_bytes": 0}, **folder) as (source, target),
+        Calls() as calls,
+    ):
+        one = (await calls.open(source.address))[0]
+        await one.step(PREFILL, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(StateDirectory, "append_record", fail)
+            error = await refused(calls.move([one], target.address))
+        assert reason_of(status_of(error)) == "MOVE_FAILED" and target.runtime.table.num_open == 0
+        await one.step(DECODE)
+        assert reasons(await calls.move([one], target.address)) == {}
 
 
 async def test_a_server_that_drains_gives_and_does_not_take(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ its own, and what is lost is said to be."""
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -139,7 +140,8 @@ async def kill_while_moving(servers: Servers, lives: list[Life], victim: str, af
     first, target = [life.first for life in lives], servers.addresses["target"]
     command = [sys.executable, "-m", "rigs.move_caller", first[0].address, target, str(first[0].epoch)]
     command += [str(one.handle) for one in first]
-    caller = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    caller = await asyncio.create_subprocess_exec(*command, env=environ, stdout=subprocess.PIPE)
     assert caller.stdout is not None and await caller.stdout.readline() == b"asks\n"
     await asyncio.sleep(after_s)
     if victim == "caller":

@@ -57,6 +57,17 @@ async def test_a_moved_sequence_is_the_same_principal_s(tmp_path: Path, token: s
         await guest.step(DECODE)
 
 
+@pytest.mark.parametrize("content", ["", "a\nb", "t\xf6ken"], ids=["empty", "two lines", "not ASCII"])
+async def test_a_file_that_has_no_token_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(content, encoding="utf-8")
+    async with pair(tmp_path, move_token_file=str(path)) as (source, target), Calls() as calls:
+        [one] = await calls.open(source.address)
+        error = await refused(calls.move([one], target.address))
+        assert reason_of(status_of(error)) == "MOVE_TARGET_REFUSED" and target.runtime.table.num_open == 0
+        await one.step(PREFILL, 3)
+
+
 @pytest.mark.parametrize("roles", [("step", "adapter", "admin"), None], ids=["no peer", "not known"])
 async def test_a_target_takes_states_of_others_from_peers_alone(
     tmp_path: Path, token: str, roles: tuple[str, ...] | None

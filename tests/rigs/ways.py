@@ -65,7 +65,7 @@ class GrpcWay:
             else:
                 replies.append(await call)
         except grpc.aio.AioRpcError as error:
-            return Said(error.code(), error.details() or "", replies, rpc_status.from_call(error))
+            return Said(error.code(), error.details() or "", replies, _status_of(error))
         return Said(grpc.StatusCode.OK, "", replies)
 
     def _make(self, method: MethodDescriptor) -> Any:
@@ -74,6 +74,16 @@ class GrpcWay:
         path = f"/{method.containing_service.full_name}/{method.name}"
         self._made[method.full_name] = made = getattr(self._channel, name)(path)
         return made
+
+
+def _status_of(error: grpc.aio.AioRpcError) -> Any:
+    """The status in a call's trailers; None where there is none, or its own deadline was over as that came."""
+    try:
+        return rpc_status.from_call(error)
+    except ValueError:
+        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+        return None
 
 
 class LinkWay:

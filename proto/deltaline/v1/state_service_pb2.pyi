@@ -855,7 +855,8 @@ class MoveSequencesResponse(_message.Message):
     @_builtins.property
     def row_status(self) -> _containers.RepeatedCompositeFieldContainer[_layer_service_pb2.RowStatus]:
         """Statuses of the others, in row order; they stay here, and go on. What the target says, as NO_FREE_LINES or
-        STATE_MISMATCH, is told as it says it; of a target whose answer did not come: UNAVAILABLE, reason MOVE_FAILED.
+        STATE_MISMATCH, is told as it says it; of a target whose answer did not come, or a
+        move that could not be recorded: UNAVAILABLE, reason MOVE_FAILED.
         """
 
     def __init__(

@@ -162,8 +162,8 @@ class StateServiceServicer:
 
     def ImportState(self, request_iterator, context):
         """Makes a snapshot of a state that was exported by a server of the same model and settings, or opens a sequence that
-        goes on where one stood. It is the caller's own, and is there once all of it came and was found whole; else nothing
-        of it is left. Refused as ExportState without host memory.
+        goes on where one stood. It is the caller's own, unless `keep_owner` is set, and is there once all of it came and was
+        found whole; else nothing of it is left. Refused as ExportState without host memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -64,8 +64,8 @@ class StateServiceStub:
     """
     ImportState: _grpc.StreamUnaryMultiCallable[_state_service_pb2.ImportStateRequest, _state_service_pb2.ImportStateResponse]
     """Makes a snapshot of a state that was exported by a server of the same model and settings, or opens a sequence that
-    goes on where one stood. It is the caller's own, and is there once all of it came and was found whole; else nothing
-    of it is left. Refused as ExportState without host memory.
+    goes on where one stood. It is the caller's own, unless `keep_owner` is set, and is there once all of it came and was
+    found whole; else nothing of it is left. Refused as ExportState without host memory.
     """
     MoveSequences: _grpc.UnaryUnaryMultiCallable[_state_service_pb2.MoveSequencesRequest, _state_service_pb2.MoveSequencesResponse]
     """Moves sequences to another server, each by itself: there it goes on under a handle of its own, with its steps,
@@ -108,8 +108,8 @@ class StateServiceAsyncStub(StateServiceStub):
     """
     ImportState: _aio.StreamUnaryMultiCallable[_state_service_pb2.ImportStateRequest, _state_service_pb2.ImportStateResponse]  # type: ignore[assignment]
     """Makes a snapshot of a state that was exported by a server of the same model and settings, or opens a sequence that
-    goes on where one stood. It is the caller's own, and is there once all of it came and was found whole; else nothing
-    of it is left. Refused as ExportState without host memory.
+    goes on where one stood. It is the caller's own, unless `keep_owner` is set, and is there once all of it came and was
+    found whole; else nothing of it is left. Refused as ExportState without host memory.
     """
     MoveSequences: _aio.UnaryUnaryMultiCallable[_state_service_pb2.MoveSequencesRequest, _state_service_pb2.MoveSequencesResponse]  # type: ignore[assignment]
     """Moves sequences to another server, each by itself: there it goes on under a handle of its own, with its steps,
@@ -203,8 +203,8 @@ class StateServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_state_service_pb2.ImportStateResponse, _abc.Awaitable[_state_service_pb2.ImportStateResponse]]:
         """Makes a snapshot of a state that was exported by a server of the same model and settings, or opens a sequence that
-        goes on where one stood. It is the caller's own, and is there once all of it came and was found whole; else nothing
-        of it is left. Refused as ExportState without host memory.
+        goes on where one stood. It is the caller's own, unless `keep_owner` is set, and is there once all of it came and was
+        found whole; else nothing of it is left. Refused as ExportState without host memory.
         """
 
     @_abc_1.abstractmethod

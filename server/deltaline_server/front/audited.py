@@ -55,5 +55,5 @@ AUDITED = {
     f"{_ADAPTER}/LoadAdapter": Audited("loaded", _loaded),
     f"{_ADAPTER}/UnloadAdapter": Audited("unloaded", lambda asked: {"adapter": asked.name}),
     f"{_ADMIN}/CreateSharedMemory": Audited("shared memory", lambda asked: {"size_bytes": asked.size_bytes}),
-    f"{_ADMIN}/Drain": Audited("drained", lambda asked: {"timeout_ms": asked.timeout_ms}),
+    f"{_ADMIN}/Drain": Audited("drained", lambda asked: {"timeout_ms": asked.timeout_ms, "target": asked.target}),
 }

@@ -65,7 +65,8 @@ class Drain:
         if target and target not in self._targets:
             event(_log, "sequences are to be moved", target=target)
             self._targets.append(target)
-            self._moving = self._moving or asyncio.create_task(self._move_all(), name="drain")
+            if self._moving is None or self._moving.done():
+                self._moving = asyncio.create_task(self._move_all(), name="drain")
 
     def is_over(self) -> bool:
         """Whether a drain has begun and its time is over, or none is open and nothing waits, and whoever has one that

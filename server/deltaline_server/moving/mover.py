@@ -7,6 +7,7 @@ server has let go of it here, and says so.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable
 from contextlib import aclosing
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.config import Config
 from deltaline_server.errors import Code, Reason, Refusal, RequestError
-from deltaline_server.moving.peers import PAUSE_S, WHOLE_S, Peer, Peers
+from deltaline_server.moving.peers import PAUSE_S, WHOLE_S, Peer, Peers, no_answer
 from deltaline_server.moving.records import MovedRecords
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.directory import StateDirectory
@@ -30,6 +31,8 @@ from deltaline_server.tables.sequences import SequenceTable
 AT_ONCE = 2
 # The target is asked again, with the same request id, where its answer is lost.
 TRIES = 2
+
+_log = logging.getLogger(__name__)
 
 
 class Moved(NamedTuple):
@@ -73,9 +76,11 @@ class Mover:
         """Move a principal's sequences, handles uint64 [N], a few at a time, while they are stepped. Each stands still
         from when its state is read until it lives there; one that is not moved goes on here.
 
-        Raises RequestError as Peers.reach does, and HOST_TIER_OFF; then none was moved.
+        Raises RequestError as Peers.reach and MovedRecords.check do, and HOST_TIER_OFF; then none was moved.
         """
         self._states.existing_exchange()
+        if self.records is not None:  # else a copy at the target might be left each time
+            await self.records.check()
         owners, refusals, places = dict[int, Owner](), dict[int, Refusal](), asyncio.Semaphore(AT_ONCE)
 
         async def move(row: int, peer: Peer) -> None:
@@ -86,6 +91,10 @@ class Mover:
                 except RequestError as error:
                     refusals[row] = error.refusal
                     self.num_failed += error.refusal.reason.code != Code.NOT_FOUND
+                except Exception:  # the others go on
+                    _log.exception("a move failed")
+                    refusals[row] = Refusal(Reason.BUG, "the server has a bug, which it has logged")
+                    self.num_failed += 1
 
         async with self._peers.reach(target, self._table.server_epoch) as peer, asyncio.TaskGroup() as moves:
             for row in range(len(handles)):
@@ -106,8 +115,10 @@ class Mover:
                             owner = await peer.open(pieces, request_id, lease_ms)
                         break
                     except RequestError as error:
-                        if error.refusal.reason is not Reason.MOVE_FAILED or not left:
+                        if error.refusal.reason not in (Reason.MOVE_FAILED, Reason.UPLOAD_TIMEOUT):
                             raise
+                        if not left:
+                            raise no_answer("in time") from error
                 try:
                     if self.records is not None:  # before anybody may know
                         at = epoch, int(handle[0])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from deltaline.tls import Tls, channel_of
@@ -40,7 +41,7 @@ class Peer:
     ) -> None:
         """info: what it says of itself. metadata: of every call."""
         self.address, self.server_epoch = address, info.server_epoch
-        self._most_bytes, self._metadata = info.inline_limit_bytes, metadata
+        self._most_bytes, self._metadata = max(1, info.inline_limit_bytes), metadata
         self._state: Any = StateServiceStub(channel)
         self._layer: Any = LayerServiceStub(channel)
 
@@ -65,7 +66,7 @@ class Peer:
         except grpc.aio.AioRpcError as error:
             raise _said(error) from error
         except TimeoutError as error:
-            raise _no_answer(f"within {PAUSE_S:g} seconds") from error
+            raise no_answer(f"within {PAUSE_S:g} seconds") from error
         finally:
             call.cancel()
         return Owner(opened.server or self.address, opened.server_epoch, opened.sequence.sequence)
@@ -125,21 +126,25 @@ class Peers:
     def _metadata(self) -> Metadata:
         if self._token_file is None:
             return ()
-        return (("authorization", f"Bearer {Path(self._token_file).read_text().strip()}"),)
+        token = Path(self._token_file).read_text(encoding="utf-8").strip()
+        if not (token and token.isascii() and token.isprintable()):
+            raise ValueError("expected a token")
+        return (("authorization", f"Bearer {token}"),)
 
 
 def _unreached(error: grpc.aio.AioRpcError) -> RequestError:
     """What is told of a server that did not say who it is."""
     if error.code().value[0] in _NOT_LET_IN:
         return _target_refused("it does not let this server in")
-    return _target_refused("it can't be reached, or does not prove who it is", retry_after_s=1.0)
+    return _target_refused("it can't be reached, or does not prove who it is")
 
 
-def _target_refused(why: str, retry_after_s: float | None = None) -> RequestError:
-    return RequestError(Reason.MOVE_TARGET_REFUSED, f"target: {why}", retry_after_s=retry_after_s)
+def _target_refused(why: str) -> RequestError:
+    return RequestError(Reason.MOVE_TARGET_REFUSED, f"target: {why}")
 
 
-def _no_answer(how: str) -> RequestError:
+def no_answer(how: str) -> RequestError:
+    """What is told of a sequence that stays, since the target did not say that it has it."""
     message = f"the target did not answer {how}; the sequence stays here"
     return RequestError(Reason.MOVE_FAILED, message, retry_after_s=1.0)
 
@@ -149,13 +154,15 @@ def _said(error: grpc.aio.AioRpcError) -> RequestError:
     status, info, delay = status_pb2.Status(), error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS and isinstance(value, bytes):
-            status = status_pb2.Status.FromString(value)
+            with suppress(DecodeError):
+                status = status_pb2.Status.FromString(value)
     for detail in status.details:
-        if not detail.Unpack(info):
-            detail.Unpack(delay)
+        with suppress(DecodeError):
+            if not detail.Unpack(info):
+                detail.Unpack(delay)
     reason = Reason.__members__.get(info.reason)
     if reason is None or reason is Reason.BUG:
-        return _no_answer("as it should")
+        return no_answer("as it should")
     if reason.code in _NOT_LET_IN:
         return _target_refused("it does not let this server in")
     retry_after_s = delay.retry_delay.ToNanoseconds() / 1e9 or None

@@ -95,12 +95,13 @@ class MovedRecords:
             records, num_damaged = await asyncio.to_thread(self._found)
         except (OSError, StateFileError) as error:
             event(_log, "records of moves can't be used", level=logging.WARNING, why=error)
+            self._num_bytes = self._max_bytes  # they are read before another is written
             return
         own = [record for record in records if record.name == name]
-        for record in own:
+        for record in reversed(own):  # of several of one sequence the last counts
             owner = Owner(record.server, record.server_epoch, record.sequence)
             remaining_s = min(record.until_ms / 1000 - now, self._max_lease_s)
-            self._moved.add(record.epoch, record.handle, record.principal, owner, remaining_s)
+            self._moved.add(record.epoch, record.handle, record.principal, owner, remaining_s, is_told=True)
         if records:
             event(_log, "records of moves found", records=len(own), of_other_names=len(records) - len(own))
         if num_damaged:
@@ -114,10 +115,13 @@ class MovedRecords:
         until_ms = round((self._wall_clock() + lease_s) * 1000)
         at = owner.server, owner.server_epoch, owner.handle
         record = Record(self._name, epoch, handle, principal, *at, until_ms)
-        await asyncio.shield(self._add(record))
+        await asyncio.shield(self._append(record.line()))
 
-    async def _add(self, record: Record) -> None:
-        line = record.line()
+    async def check(self) -> None:
+        """Raise RequestError MOVE_FAILED unless a move can be recorded now."""
+        await asyncio.shield(self._append(b"\n"))
+
+    async def _append(self, line: bytes) -> None:
         async with self._writing:
             try:
                 if self._num_bytes + len(line) > self._max_bytes:

@@ -61,7 +61,8 @@ def _judge(
     ledger, span = table.ledger, request.form.span
     is_held = states == SequenceState.OPEN
     refusals = {i: table.refusal(int(states[i]), int(slots[i]), span) for i in np.flatnonzero(~is_held).tolist()}
-    refusals |= table.moved_refusals(request.form.server_epoch, request.form.handle, states, request.principal)
+    if refusals:
+        refusals |= table.moved_refusals(request.form.server_epoch, request.form.handle, states, request.principal)
     held = np.flatnonzero(is_held)
     step = request.step[held]
     done, tail = ledger.done.step[span, slots[held]], ledger.tail.step[span, slots[held]]

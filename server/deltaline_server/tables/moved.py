@@ -33,25 +33,31 @@ class MovedSequences:
     def __init__(self, clock: Callable[[], float], limit: int = MAX_MOVED) -> None:
         """clock: monotonic seconds."""
         self._clock, self._limit = clock, limit
-        self._owners: dict[tuple[int, int], tuple[str, Owner]] = {}
-        # When each is forgotten: a heap.
+        # Whose it is, where it lives, and when that is forgotten.
+        self._owners: dict[tuple[int, int], tuple[str, Owner, float]] = {}
+        # When each is forgotten, and what was told anew meanwhile: a heap.
         self._ends: list[tuple[float, tuple[int, int]]] = []
         self._untold: set[tuple[int, int]] = set()
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def add(self, epoch: int, handle: int, principal: str, owner: Owner, remaining_s: float) -> None:
-        """Tell a principal, by its name, for so long where a sequence lives. Nothing else had its epoch and handle."""
-        self._owners[epoch, handle] = principal, owner
-        self._untold.add((epoch, handle))
-        heapq.heappush(self._ends, (self._clock() + remaining_s, (epoch, handle)))
+    def add(
+        self, epoch: int, handle: int, principal: str, owner: Owner, remaining_s: float, *, is_told: bool = False
+    ) -> None:
+        """Tell a principal, by its name, for so long where a sequence lives, in place of what was known of it. is_told:
+        whether it may have been told before."""
+        end_s = self._clock() + remaining_s
+        self._owners[epoch, handle] = principal, owner, end_s
+        if not is_told:
+            self._untold.add((epoch, handle))
+        heapq.heappush(self._ends, (end_s, (epoch, handle)))
         self._forget()
 
     def find(self, epoch: int, handle: int, principal: str) -> Owner | None:
         """Where a principal's sequence lives that was moved, None where nothing is known of that."""
         self._forget()
-        whose, owner = self._owners.get((epoch, handle), ("", None))
+        whose, owner, _ = self._owners.get((epoch, handle), ("", None, 0.0))
         return owner if whose == principal else None
 
     def tell(self, epoch: int, handle: int, principal: str) -> Owner | None:
@@ -68,6 +74,7 @@ class MovedSequences:
 
     def _forget(self) -> None:
         while self._ends and (len(self._ends) > self._limit or self._ends[0][0] <= self._clock()):
-            _, named = heapq.heappop(self._ends)
-            del self._owners[named]
-            self._untold.discard(named)
+            end_s, named = heapq.heappop(self._ends)
+            if named in self._owners and self._owners[named][2] == end_s:
+                del self._owners[named]
+                self._untold.discard(named)

@@ -194,7 +194,7 @@ class SequenceTable:
 
     def lease_s(self, slot: int) -> float:
         """How long the lease of a slot's sequence is, in all."""
-        return float(self._lease_s[slot])
+        return max(float(self._lease_s[slot]), float(self._deadline_s[slot]) - self._clock())
 
     def touch(self, slots: Slots) -> None:
         """Renew the leases of slots whose steps were taken or are over; a later deadline stays."""
@@ -226,7 +226,7 @@ class SequenceTable:
         """
         whose = self.principals[int(self.principal[slot])].name
         handle = int(self._handle[slot])
-        self.moved.add(self.server_epoch, handle, whose, owner, float(self._lease_s[slot]))
+        self.moved.add(self.server_epoch, handle, whose, owner, self.lease_s(slot))
         if self._end(slot, SequenceState.ELSEWHERE) is SequenceState.CLOSING:
             self.moved.tell(self.server_epoch, handle, whose)
             self.on_let_go(slot, owner.refusal())
@@ -367,7 +367,8 @@ class SequenceTable:
                 positions[i] = self.ledger.done.position[span, slot]
             if refusal is not None:
                 refusals[i] = refusal
-        refusals |= self.moved_refusals(epoch, handles, states, principal)
+        if refusals:
+            refusals |= self.moved_refusals(epoch, handles, states, principal)
         self.touch(np.delete(slots, list(refusals)))
         return positions, refusals
 

@@ -178,6 +178,32 @@ async def test_records_that_can_t_be_read_now_stay(
     assert (await Served(directory, wall).start()).found(8) == [True]
 
 
+async def test_of_several_records_of_one_sequence_the_last_counts(directory: StateDirectory) -> None:
+    wall, later = Wall(), Owner("later:1", 78, 100)
+    served = await Served(directory, wall).start()
+    await served.add(7)
+    await served.records.add(5, 7, "alice", later, 90.0)
+    assert (await Served(directory, wall).start()).moved.find(5, 7, "alice") == later
+    wall.now += 70
+    after = await Served(directory, wall).start()
+    assert after.moved.find(5, 7, "alice") == later and after.moved.count_untold() == 0
+
+
+async def test_a_file_that_could_not_be_read_at_the_start_keeps_its_bound(
+    directory: StateDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    wall, bound = Wall(), 25 * len(RECORD.line())
+    await (await Served(directory, wall, bound).start()).add(*range(20))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        served = await Served(directory, wall, bound).start()
+    await served.add(*range(20, 60))
+    assert sum((await Served(directory, wall, bound).start()).found(*range(60))) >= 12
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -129,6 +129,32 @@ def test_it_is_told_for_as_long_as_its_lease_was() -> None:
     assert found(rig.table, long) == NOWHERE and len(rig.table.moved) == 0
 
 
+def test_time_that_was_added_to_a_lease_counts() -> None:
+    rig = Rig()
+    handle = int(rig.table.open(1, 10.0).handles[0])
+    slot = int(rig.slots(handle)[0])
+    rig.table.renew(rig.table.server_epoch, np.array([handle], dtype=np.uint64), lease_s=50.0)
+    rig.now += 20
+    assert rig.table.lease_s(slot) == 30.0
+    rig.table.let_go(slot, OWNER)
+    rig.now += 29
+    assert found(rig.table, handle) == (SequenceState.ELSEWHERE, OWNER)
+    rig.now += 2
+    assert found(rig.table, handle) == NOWHERE
+
+
+@pytest.mark.parametrize("later_s", [5.0, 10.0, 30.0])
+def test_what_is_told_anew_counts(later_s: float) -> None:
+    now, later = [0.0], Owner("later:1", 78, 100)
+    moved = MovedSequences(lambda: now[0])
+    moved.add(5, 1, "a", OWNER, 10.0)
+    moved.add(5, 1, "a", later, later_s)
+    now[0] = later_s - 1
+    assert moved.find(5, 1, "a") == later and moved.count_untold() == 1
+    now[0] = 40.0
+    assert moved.find(5, 1, "a") is None and moved.count_untold() == len(moved) == 0
+
+
 def test_of_too_many_those_that_end_first_are_forgotten() -> None:
     moved = MovedSequences(lambda: 0.0, limit=2)
     for handle, remaining_s in ((1, 30.0), (2, 10.0), (3, 20.0)):
