@@ -79,9 +79,8 @@ class Exchange:
 
         waypoints: where each row, of PREFILL, leaves snapshots.
         """
-        at = None if self._shared.is_off or not batch.sequences else batch.sequences[0]._home.at
-        if at is not None and self._shared.server.epoch != at.epoch:
-            yield from self._shared.ready(self._limits, self._attempts, at)
+        if not self._shared.is_off and self._shared.server.epoch != self._limits.server_epoch:
+            yield from self._shared.ready(self._limits, self._attempts)
             self._attempts = self._client._attempts(self._options.get("timeout_s"))  # after a wait, all its time
         with Hold(Group.of(self._client, batch.sequences), self._options.get("span", 0)) as hold:
             if waypoints is not None or not self._is_ordinary(batch, hold):
