@@ -137,38 +137,25 @@ def _write_checkpoint(
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
     }
+    beside_attention = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "mamba_n_heads": value_heads,
+        "mamba_d_head": 2 * hidden // value_heads,
+        "mamba_d_state": head_dim,
+        "mamba_n_groups": key_heads,
+        "mamba_chunk_size": 32,
+    }
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": hidden}
     if model_type == "mamba2":
         config |= mamba | {"n_groups": key_heads, "state_size": head_dim}
         made = transformers.Mamba2Config(**config | overrides)
     elif model_type == "bamba":
-        config |= {
-            "intermediate_size": intermediate,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "mamba_n_heads": value_heads,
-            "mamba_d_head": 2 * hidden // value_heads,
-            "mamba_d_state": head_dim,
-            "mamba_n_groups": key_heads,
-            "mamba_chunk_size": 32,
-        }
-        made = transformers.BambaConfig(**config | overrides)
+        made = transformers.BambaConfig(**config | beside_attention | {"intermediate_size": intermediate} | overrides)
     elif model_type == "granitemoehybrid":
-        config |= {
-            "num_hidden_layers": layers,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "mamba_n_heads": value_heads,
-            "mamba_d_head": 2 * hidden // value_heads,
-            "mamba_d_state": head_dim,
-            "mamba_n_groups": key_heads,
-            "mamba_chunk_size": 32,
-            "num_local_experts": 0,
-            "intermediate_size": 32,
-            "shared_intermediate_size": intermediate,
-        }
-        made = transformers.GraniteMoeHybridConfig(**config | overrides)
+        mlp = {"num_local_experts": 0, "intermediate_size": 32, "shared_intermediate_size": intermediate}
+        made = transformers.GraniteMoeHybridConfig(**config | beside_attention | mlp | overrides)
     elif model_type == "olmo_hybrid":
         tokens = {"pad_token_id": None, "eos_token_id": None}  # its own are beyond a small vocabulary
         made = transformers.OlmoHybridConfig(**config | linear | tokens | overrides)

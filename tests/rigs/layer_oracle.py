@@ -175,3 +175,18 @@ def assert_same_state(served: Served, line: int, cache: Any, layers: range) -> N
             history, recurrent = cache.layers[i].conv_states[0][0].t()[1:], cache.layers[i].recurrent_states[0][0]
             assert_close(state.recurrent[line].cpu(), recurrent if is_mamba else recurrent.transpose(1, 2))
             assert_close(state.conv[line, : len(history)].cpu(), history)
+
+
+def assert_same_life(oracle: Oracle, device: str, layers: range) -> None:
+    """Prefill, decode, verify, commit, and go on: a served sequence is what the oracle computes at once, and its state
+    as well."""
+    prompt, drafts, accepted, end = 40, MAX_DRAFT, 2, 50
+    served, cache = serve(oracle.options(device)), oracle.cache()
+    [width] = served.model.ends[0].input_shape
+    hidden = torch.randn(end, width)
+    ours = [served.step(hidden[:prompt], [1], [prompt]), served.step(hidden[prompt : prompt + 1], [1], [1])]
+    drafted = torch.cat((hidden[prompt + 1 : prompt + 1 + accepted], torch.randn(drafts - accepted, width)))
+    ours.append(served.step(drafted, [1], [drafts], verify=True)[:accepted])
+    ours.append(served.step(hidden[prompt + 1 + accepted :], [1], [end - prompt - 1 - accepted], accepted=accepted))
+    assert_close(torch.cat(ours), oracle.run(layers, hidden, cache))
+    assert_same_state(served, 1, cache, layers)

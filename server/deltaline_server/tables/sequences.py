@@ -49,12 +49,8 @@ class SequenceTable:
         clock: Callable[[], float],
     ) -> None:
         named = self._named = Handles(num_slots, clock)
-        self.server_epoch, self.moved, self.lookup, self.owners = (
-            named.server_epoch,
-            named.moved,
-            named.lookup,
-            named.owners,
-        )
+        self.server_epoch, self.moved = named.server_epoch, named.moved
+        self.lookup, self.owners = named.lookup, named.owners
         self._handle, self._state, self.principal = named.handle, named.state, named.principal
         self.ledger, self.replies, self.adapters = ledger, replies, adapters
         self.default_lease_s, self.max_lease_s = default_lease_s, max_lease_s

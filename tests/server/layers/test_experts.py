@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rigs.layer_oracle import MAX_DRAFT, Oracle, assert_close, assert_same_state, serve
+from rigs.layer_oracle import Oracle, assert_close, assert_same_life, serve
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -74,14 +74,7 @@ def oracle(
 
 
 def test_prefill_decode_verify_and_commit(oracle: Oracle, device: str) -> None:
-    served, cache, hidden = serve(oracle.options(device)), oracle.cache(), torch.randn(50, HIDDEN)
-    prompt, drafts, accepted = 40, MAX_DRAFT, 2
-    ours = [served.step(hidden[:prompt], [1], [prompt]), served.step(hidden[prompt : prompt + 1], [1], [1])]
-    drafted = torch.cat((hidden[prompt + 1 : prompt + 1 + accepted], torch.randn(drafts - accepted, HIDDEN)))
-    ours.append(served.step(drafted, [1], [drafts], verify=True)[:accepted])
-    ours.append(served.step(hidden[prompt + 1 + accepted :], [1], [50 - prompt - 1 - accepted], accepted=accepted))
-    assert_close(torch.cat(ours), oracle.run(ALL, hidden, cache))
-    assert_same_state(served, 1, cache, ALL)
+    assert_same_life(oracle, device, ALL)
 
 
 @pytest.mark.parametrize("length", [1, 4, 23])
