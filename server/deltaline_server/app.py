@@ -22,6 +22,7 @@ from google.protobuf.internal import api_implementation
 
 from deltaline import link
 from deltaline_server.config import Config
+from deltaline_server.config.place import Place
 from deltaline_server.front import adapter_service, layer_service
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.admin_service import AdminService
@@ -72,8 +73,11 @@ class Server:
     metrics_port (0 when there is none) as bound, address of gRPC, identity, link, principals, runtime, metrics.
     """
 
-    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.config = config
+    def __init__(
+        self, config: Config, place: Place | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """place: rank 0's among the ranks of the server, None where there are none."""
+        self.config, self._place = config, place
         self.port = self.metrics_port = 0
         self.address = ""
         self._clock = clock
@@ -229,7 +233,9 @@ class Server:
         )
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
         observer = self.metrics if self._tracing is None else self._tracing.observer(self.metrics)
-        building = asyncio.to_thread(Runtime.build, config, observer, self._clock, call_soon, progress.report)
+        building = asyncio.to_thread(
+            Runtime.build, config, observer, self._clock, call_soon, progress.report, place=self._place
+        )
         runtime = await told(building, _log, "still loading", layers=progress)
         model, pool = runtime.model, runtime.pool
         event(

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# As torch called it before 2.13.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # For ever, as no wait is without a limit; a rank that dies is told at once.
 PATIENCE = timedelta(days=3650)
 
@@ -34,19 +36,19 @@ class Ranks:
         """Give all ranks the tensor that rank 0 has; mutates that of the others."""
         dist.broadcast(tensor, group=self._group, group_src=0)
 
-    def say_end(self) -> None:
-        """Tell rank 0 that this rank is about to end."""
-        dist.send(torch.empty(1), group=self._group, group_dst=0)
+    def give(self, tensor: Tensor) -> None:
+        """Send a tensor to rank 0, which takes it. Raises RuntimeError when rank 0 is gone."""
+        dist.send(tensor, group=self._group, group_dst=0)
 
-    def wait_for_end(self, rank: int) -> None:
-        """Wait on rank 0 until another rank says that it ends. Raises RuntimeError when it ends without."""
-        dist.recv(torch.empty(1), group=self._group, group_src=rank)
+    def take(self, tensor: Tensor, rank: int) -> None:
+        """Wait on rank 0 for what another rank gives; mutates tensor. Raises RuntimeError when that rank is gone."""
+        dist.recv(tensor, group=self._group, group_src=rank)
 
     def gather(self, part: Tensor) -> tuple[Tensor, ...]:
         """Return every rank's tensor, in the order of ranks; they are the caller's to mutate."""
-        parts = part.new_empty(self.world_size, *part.shape).unbind()
-        dist.all_gather(list(parts), part.contiguous(), group=self._group)
-        return parts
+        parts = part.new_empty(self.world_size, *part.shape)
+        all_gather(parts.flatten(), part.contiguous().flatten(), group=self._group)
+        return parts.unbind()
 
     def sum(self, summand: Tensor) -> Tensor:
         """Return the sum of the ranks' summands, in their dtype: in fp32 in the order of ranks, and rounded once.

@@ -338,7 +338,7 @@ class StepBatch:
     control int32 [7, N + 1]: query_start_loc, read_line, write_line, num_committed, num_replayed, draft_half, position
     (the layout of deltaline_kernels.Rows); a row whose lines are -1 is padding, which nobody wants. hidden: buffers
     [tokens, width] of one dtype, at least one, that follow one another in row order; they stay where the requests have
-    them. wanted int64 [rows]: packed tokens whose outputs go back, None for all. into: memory of clients where the
+    them; none on another rank than 0. wanted int64 [rows]: packed tokens whose outputs go back, None for all. into: memory of clients where the
     outputs of each buffer are to be in the end [rows, width], empty unless all have such a place; an engine that can
     write there saves a copy. copied_bytes: of what crosses between host and device, what is not in shared memory.
     adapter_places int32 [N]: where each row's adapter is on the device, -1 for none; None when no row has one.

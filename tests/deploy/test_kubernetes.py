@@ -26,7 +26,7 @@ from deltaline_server.config import Config, unknown_variables
 from deltaline_server.front import layer_service
 from deltaline_server.moving.peers import REACH_S
 from deltaline_server.moving.records import MAX_BYTES
-from deltaline_server.runtime import check
+from deltaline_server.computing import check
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())

@@ -26,7 +26,7 @@ from deltaline_server.checkpoints.tensor_file import MemoryBytes, TensorFile
 from deltaline_server.config import Config
 from deltaline_server.models.config import ModelConfig
 from deltaline_server.models.model import AdapterOptions, load_model
-from deltaline_server.runtime import model_options
+from deltaline_server.computing import model_options
 
 MAX_RANK = 4
 PIECE = 1 << 16

@@ -77,7 +77,7 @@ def drive(ranks: Ranks | None, config: Path) -> list[NDArray[Any]]:
     model, executor = _load(ranks, config)
     if ranks is not None:
         if ranks.rank > 0:
-            follow(model, executor, ranks)
+            follow(executor, ranks)
             return []
         executor = LeadingExecutor(executor, ranks)
     opened = RankedEngine(Engine(executor, model.device), [end.input_width for end in model.ends])
@@ -116,7 +116,7 @@ def idle(ranks: Ranks, config: Path, seconds: float) -> float:
         leading.close()
         return 0.0
     begin_s = time.process_time()
-    follow(model, executor, ranks)
+    follow(executor, ranks)
     return time.process_time() - begin_s
 
 

@@ -170,12 +170,15 @@ class Engine:
         return self._has_failed or self._executor.is_gone
 
     def close(self) -> None:
-        """Finish what was submitted and end the threads. Idempotent."""
+        """Finish what was submitted and end the threads; of a device that is gone nothing is waited for. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             self._tasks.put(None)
+        if self._executor.is_gone:
+            self._executor.close()
+            return
         while (done := self._take_polled(waits=True)) is not None:
             self._deliver(done)
         if self._is_started:

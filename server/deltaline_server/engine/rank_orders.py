@@ -16,7 +16,7 @@ from deltaline_server.engine.batch_layout import NUM_PAGE_FIELDS
 from deltaline_server.step import StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 
-HEADER_FIELDS = 8
+HEADER_FIELDS = 7
 # In place of a number, where a batch has None.
 ABSENT = -1
 # Of a waypoint: its row, its tokens there, its line.
@@ -36,24 +36,23 @@ class Order(IntEnum):
 
 
 def batch_order(batch: StepBatch) -> tuple[Integers, Integers]:
-    """Return header and integers of a batch: all of it but its hidden states, and what of its output goes where."""
+    """Return header and integers of a batch: all of it but its hidden states, which the layers broadcast, and what of
+    its output goes where."""
     pages, waypoints = (ABSENT if one is None else one.shape[1] for one in (batch.new_pages, batch.waypoints))
     num_rows, has_adapters = batch.control.shape[1] - 1, batch.adapter_places is not None
-    header = _header(
-        Order.COMPUTE, batch.span, num_rows, batch.num_short, batch.num_tokens, has_adapters, pages, waypoints
-    )
+    header = _header(Order.COMPUTE, batch.span, num_rows, batch.num_short, has_adapters, pages, waypoints)
     return header, _packed(batch.control, batch.adapter_places, batch.new_pages, batch.waypoints)
 
 
-def batch_of(header: Sequence[int], integers: Integers, hidden: NDArray[Any]) -> StepBatch:
-    """Return the batch that was told, of which no output is wanted; hidden `[T, width]`."""
-    _, span, _, num_short, *_, has_adapters, pages, waypoints = header
+def batch_of(header: Sequence[int], integers: Integers) -> StepBatch:
+    """Return the batch that was told, without hidden states, and of which no output is wanted."""
+    _, span, _, num_short, has_adapters, pages, waypoints = header
     control, adapters, new_pages, places = _unpacked(integers, _batch_shapes(header))
     return StepBatch(
         span,
         control,
         num_short,
-        (hidden,),
+        (),
         wanted=np.empty(0, dtype=np.int64),
         adapter_places=adapters if has_adapters else None,
         new_pages=None if pages == ABSENT else new_pages,
@@ -102,7 +101,7 @@ def _shapes(header: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def _batch_shapes(header: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    _, _, rows, _, _, has_adapters, pages, waypoints = header
+    _, _, rows, _, has_adapters, pages, waypoints = header
     return (
         (NUM_FIELDS, rows + 1),
         (rows * has_adapters,),

@@ -114,7 +114,7 @@ class Model:
         self.adapters = adapters
         self.left_out = plan.left_out
         self._stacks = tuple(stacks)
-        self._weights = weights
+        self._weights, self._ranks = weights, placement.ranks
         self.paged_spans = frozenset(
             i for i, span in enumerate(plan.spans) if any(isinstance(shapes[layer], AttentionShape) for layer in span)
         )
@@ -157,7 +157,7 @@ class Model:
     ) -> Tensor:
         """Run the layers of a span over hidden `[T, input width]`, not mutated, to `[T, output width]`.
 
-        Mutates the write lines of `pool`.
+        Mutates the write lines of `pool`. Over ranks hidden is rank 0's: the others only give it room, and it is mutated.
 
         new_pages: as StatePool.put_pages takes them, those that begin among the rows' tokens; None for none, and where
         the span has no attention layers.
@@ -165,6 +165,8 @@ class Model:
         adapter_slots: int32 `[N]`, contiguous, the place of each row's adapter, -1 for none; None where no row has one.
         Raises ValueError: rows with adapters, and no places for any.
         """
+        if self._ranks is not None:
+            self._ranks.broadcast(hidden)
         if new_pages is not None:
             pool.put_pages(new_pages)
         tiles = None

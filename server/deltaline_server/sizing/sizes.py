@@ -13,6 +13,7 @@ import torch
 
 from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.computing import model_options, spare_lines_of, state_options
 from deltaline_server.config import Config
 from deltaline_server.layers.hyper_connection import CONNECTIONS, head_tensors
 from deltaline_server.layers.shapes import AttentionShape, MixerShape
@@ -22,7 +23,6 @@ from deltaline_server.models.model import ModelPlan, check_model, open_plan
 from deltaline_server.models.parts import LayerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
 from deltaline_server.models.weights import expected_tensors
-from deltaline_server.runtime import model_options, spare_lines_of, state_options
 from deltaline_server.snapshots.device.transfer import staging_bytes
 from deltaline_server.snapshots.layout import StateLayer, StateLayout
 

@@ -33,7 +33,7 @@ from deltaline_server.engine.staging import DIRECT_BYTES
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
 from deltaline_server.models.model import Model, ModelOptions, load_model
-from deltaline_server.runtime import make_executor
+from deltaline_server.computing import make_executor
 from deltaline_server.step import BatchResult, StepBatch, sound_rows
 
 MAMBA2 = {

@@ -28,7 +28,8 @@ from deltaline_server.layers.state_pool import LayerState
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import Model, load_model, open_plan
 from deltaline_server.models.weights import random_init
-from deltaline_server.runtime import Runtime, model_options
+from deltaline_server.computing import model_options
+from deltaline_server.runtime import Runtime
 from deltaline_server.sizing import __main__ as sizing
 from deltaline_server.sizing import host
 from deltaline_server.sizing.sizes import size

@@ -1,0 +1,41 @@
+"""A process of a server over ranks that is not rank 0: it computes its share of what rank 0 is asked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+
+from deltaline_server.computing import Computing
+from deltaline_server.config import Config
+from deltaline_server.config.place import Place
+from deltaline_server.engine.rank_executor import follow
+from deltaline_server.log import event
+
+_log = logging.getLogger(__name__)
+
+
+def serve_rank(config: Config, place: Place) -> int:
+    """Load this rank's share and compute until rank 0 ends; the exit code. Ends the process when rank 0 is gone.
+
+    Raises ModelError; LostRankError.
+    """
+    computing = Computing.load(config, place)
+    assert computing.options.ranks is not None
+    for number in (signal.SIGTERM, signal.SIGINT):  # it is for rank 0 to end
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        follow(computing.executor, computing.options.ranks, _end_at_once(place))
+    except Exception:
+        _log.exception("rank %d failed", place.rank)
+        return 1
+    return 0
+
+
+def _end_at_once(place: Place) -> Callable[[], None]:
+    def end() -> None:
+        event(_log, "rank 0 is gone", level=logging.ERROR, rank=place.rank)
+        os._exit(1)
+
+    return end
