@@ -46,7 +46,8 @@ def main() -> int:
         return _refuse(error, error.log_format)
     log.configure(config.log_level, config.log_format)
     if config.tensor_parallel > 1 and place is None and not config.check:
-        return launch(config.tensor_parallel, sys.argv[1:], os.environ)
+        command = [sys.executable, "-P", "-m", "deltaline_server", *sys.argv[1:]]
+        return launch(config.tensor_parallel, command, os.environ)
     if place is None:
         return _run(config, None)
     end_with_parent()

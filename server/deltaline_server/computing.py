@@ -62,7 +62,7 @@ class Computing:
         except ModelError as error:
             group.fail(error)
             raise
-        group.agree(loaded.identity())
+        group.agree(loaded.identity() | {"way of adding": group.ranks.way})
         if place.rank:
             return loaded
         return replace(loaded, executor=LeadingExecutor(loaded.executor, group.ranks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -11,12 +12,20 @@ import torch.distributed as dist
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config.place import Place
+from deltaline_server.log import event
+from deltaline_server.peer_memory import PeerMemory
 from deltaline_server.ranks import Ranks
 
 # Until all processes have come: on other hosts they may still be started.
 MEET = timedelta(minutes=10)
 # Until all have loaded: a rank that ends before is noticed by who started it.
 LOAD = timedelta(hours=12)
+
+
+# Of summands that the ranks read in each other's memory; what is larger is gathered.
+PEER_BYTES = 96 << 20
+
+_log = logging.getLogger(__name__)
 
 
 class LostRankError(RuntimeError):
@@ -48,7 +57,7 @@ class Group:
         except RuntimeError as error:
             raise LostRankError(f"the ranks did not meet: {_first_line(error)}") from error
         assert dist.group.WORLD is not None
-        self.ranks = Ranks(dist.group.WORLD)
+        self.ranks = Ranks(dist.group.WORLD, _peer_memory(dist.group.WORLD, device) if is_cuda else None)
 
     def agree(self, said: Mapping[str, str]) -> None:
         """Wait until all ranks have loaded. said: what has to be the same on all, by name.
@@ -103,6 +112,15 @@ def _meet(place: Place) -> dist.Store:
         wait_for_workers=False,
         master_listen_fd=place.store_fd,
     )
+
+
+def _peer_memory(world: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
+    """What small sums are made by; None where the GPUs don't reach each other's memory."""
+    try:
+        return PeerMemory(world, PEER_BYTES, device)
+    except RuntimeError as error:
+        event(_log, "no memory shared with peers", level=logging.WARNING, why=_first_line(error))
+        return None
 
 
 def _first_line(error: Exception) -> str:

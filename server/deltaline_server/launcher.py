@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,16 +23,17 @@ _log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 # Between the end of one rank and that of all: rank 0 has to tell its callers.
 END_S = 8.0
-# What else gloo and NCCL would ask the network for.
-_ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+# What else gloo and NCCL would ask the network for; and memory that ranks share needs no multicast.
+_USUAL = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
-def launch(world_size: int, argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run so many ranks with these arguments, until all have ended; the exit code of the first that did.
+def launch(world_size: int, command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run a command in so many processes, each told its place, until all have ended; the exit code of the first that
+    did.
 
     SIGTERM and SIGINT are passed on to rank 0. All are killed when this process is.
     """
-    shared = _ON_LOOPBACK | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size))} | dict(environ)
+    shared = _USUAL | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size))} | dict(environ)
     with socket.socket() as listening:
         listening.bind((LOOPBACK, 0))
         listening.listen(world_size)
@@ -43,7 +43,7 @@ def launch(world_size: int, argv: Sequence[str], environ: Mapping[str, str]) -> 
             for rank in range(world_size):
                 fd = listening.fileno() if rank == 0 else None
                 place = Place(rank, world_size, rank, world_size, LOOPBACK, port, fd)
-                ranks.append(_start(argv, shared | place.variables(), fd))
+                ranks.append(_start(command, shared | place.variables(), fd))
                 if rank == 0:
                     _pass_signals_to(ranks[0])
         except BaseException:
@@ -52,9 +52,8 @@ def launch(world_size: int, argv: Sequence[str], environ: Mapping[str, str]) -> 
     return _end_together(ranks)
 
 
-def _start(argv: Sequence[str], environ: Mapping[str, str], fd: int | None) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environ: Mapping[str, str], fd: int | None) -> subprocess.Popen[bytes]:
     """Start a rank, in a session of its own: a terminal's signals come to this process alone."""
-    command = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(argv)], *argv]
     fds = () if fd is None else (fd,)
     return subprocess.Popen(
         command, env=environ, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True

@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deltaline_server.peer_memory import PeerMemory
+
+# Up to so many bytes it takes less time to read all summands than to read parts, and then those of the sum.
+ONE_SHOT_BYTES = 1 << 20
 # As torch called it before 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # For ever, as no wait is without a limit; a rank that dies is told at once.
@@ -21,9 +25,15 @@ class Ranks:
     All ranks call the same methods in the same order, with tensors of one shape and dtype; a call waits for the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, memory: PeerMemory | None = None) -> None:
+        """memory: by which sums are made where it has room; None: all are gathered."""
+        self._group, self._memory = group, memory
         self.rank, self.world_size = group.rank(), group.size()
+
+    @property
+    def way(self) -> str:
+        """How sums are made, for people."""
+        return "gathered" if self._memory is None else "peers' memory"
 
     def beside(self) -> Ranks:
         """Return the same ranks on a way of their own, between hosts' memory, where a call may wait for any time.
@@ -51,10 +61,15 @@ class Ranks:
         return parts.unbind()
 
     def sum(self, summand: Tensor) -> Tensor:
-        """Return the sum of the ranks' summands, in their dtype: in fp32 in the order of ranks, and rounded once.
+        """Return the sum of the ranks' summands, in their dtype, added in the order of ranks.
 
         So it has the same bits on every rank, wherever in a batch a row lies: the order of a ring would depend on that.
+        What is gathered is added in fp32 and rounded once. How it is added follows from the summand's size alone.
         """
+        memory = self._memory
+        if memory is not None and memory.holds(summand):
+            is_small = summand.numel() * summand.itemsize <= ONE_SHOT_BYTES
+            return memory.one_shot(summand) if is_small else memory.two_shot(summand)
         return added(self.gather(summand)).to(summand.dtype)
 
 

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 
 from deltaline_server.engine.executor import DeviceCounts, Executor, Launched, Report
 from deltaline_server.engine.rank_orders import (
-    HEADER_FIELDS,
+    FIRST_INTEGERS,
     Integers,
     Order,
     bare_order,
     batch_of,
     batch_order,
-    num_integers,
+    messages_of,
+    opened,
     place_order,
     placed_of,
     zero_order,
@@ -93,9 +94,8 @@ class LeadingExecutor:
         return self._own.counts()
 
     def _tell(self, header: Integers, integers: Integers) -> None:
-        self._orders.broadcast(torch.from_numpy(header))
-        if len(integers):
-            self._orders.broadcast(torch.from_numpy(integers))
+        for message in messages_of(header, integers):
+            self._orders.broadcast(torch.from_numpy(message))
 
     def _lose(self, rank: int, why: str) -> None:
         self.is_gone = True
@@ -109,15 +109,14 @@ def follow(executor: Executor, ranks: Ranks, lost: Callable[[], None] = lambda: 
     Raises RuntimeError when a rank is gone, and what the executor raises: this rank is no longer where the others are.
     """
     orders, beating = ranks.beside(), Beating(ranks.beside(), lost)
-    header = torch.empty(HEADER_FIELDS, dtype=torch.int32)
+    first = np.empty(FIRST_INTEGERS, dtype=np.int32)
     launched: deque[Launched] = deque()
     with torch.inference_mode():
         while True:
-            orders.broadcast(header)
-            fields = header.tolist()
-            integers = np.empty(num_integers(fields), dtype=np.int32)
-            if len(integers):
-                orders.broadcast(torch.from_numpy(integers))
+            orders.broadcast(torch.from_numpy(first))
+            fields, integers, rest = opened(first)
+            if len(rest):
+                orders.broadcast(torch.from_numpy(rest))
             if fields[0] == Order.END:
                 while launched:
                     launched.popleft().result()

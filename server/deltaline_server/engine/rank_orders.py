@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, as integers: first a header of one size, which says how many more there are."""
+"""What rank 0 tells the other ranks, as integers: a header, which says how many more there are, and those."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from deltaline_server.step import StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 
 HEADER_FIELDS = 7
+# Integers of every first message: enough for a decode of 64 rows.
+FIRST_INTEGERS = 1024
 # In place of a number, where a batch has None.
 ABSENT = -1
 # Of a waypoint: its row, its tokens there, its line.
@@ -81,6 +83,25 @@ def placed_of(header: Sequence[int], integers: Integers) -> PagesPlaced:
 def bare_order(order: Order) -> tuple[Integers, Integers]:
     """Return the header of an order that has no more integers."""
     return _header(order), _packed()
+
+
+def messages_of(header: Integers, integers: Integers) -> list[Integers]:
+    """Return what is sent of an order: a message of one size, and what it has no room for."""
+    room = FIRST_INTEGERS - HEADER_FIELDS
+    first = np.zeros(FIRST_INTEGERS, dtype=np.int32)
+    first[:HEADER_FIELDS] = header
+    first[HEADER_FIELDS : HEADER_FIELDS + len(integers)] = integers[:room]
+    return [first, integers[room:]] if len(integers) > room else [first]
+
+
+def opened(first: Integers) -> tuple[list[int], Integers, Integers]:
+    """Return an order's header, room for all of its integers, of which the first message's are there, and the part of
+    it that a second message fills."""
+    header = first[:HEADER_FIELDS].tolist()
+    integers = np.empty(num_integers(header), dtype=np.int32)
+    room = FIRST_INTEGERS - HEADER_FIELDS
+    integers[:room] = first[HEADER_FIELDS:][: len(integers)]
+    return header, integers, integers[room:]
 
 
 def num_integers(header: Sequence[int]) -> int:
