@@ -1,11 +1,11 @@
 """Ranks on the GPUs of one host, each part in processes of its own, within a time of its own.
 
-  sums       the ranks' sum in graphs: by NCCL and by symmetric memory, alone, and with residual and norm behind it
-  orders     what rank 0 tells, until another rank has it
-  families   small models over ranks beside one GPU: errors and bits
-  stack      decode and prefill of layers of 27B shape over ranks beside one GPU
+sums       the ranks' sum in graphs: by NCCL and by symmetric memory, alone, and with residual and norm behind it
+orders     what rank 0 tells, until another rank has it
+families   small models over ranks beside one GPU: errors and bits
+stack      decode and prefill of layers of 27B shape over ranks beside one GPU
 
-    python bench/ranks.py [--ranks N] [--part NAME]...
+  python bench/ranks.py [--ranks N] [--part NAME]...
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 
+from deltaline_bench.ranks import serving
 from deltaline_server.config.place import Place
 from deltaline_server.group import Group
 from deltaline_server.launcher import launch
 
 # Seconds of each part, the start of its processes included.
-PARTS: Mapping[str, int] = {"orders": 40, "sums": 75, "families": 110, "stack": 130}
+PARTS: Mapping[str, int] = {"orders": 40, "sums": 75, "families": 110, "stack": 130, "serving": 240}
 
 
 def main() -> int:
@@ -39,6 +40,8 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.rank:
         return _measure(asked.rank)
+    if asked.group == "serving":
+        return int(serving.measure(asked.ranks) > 0)
     if asked.group:
         return launch(asked.ranks, [sys.executable, __file__, "--rank", asked.group], os.environ)
     failed = []

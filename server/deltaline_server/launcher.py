@@ -55,9 +55,7 @@ def launch(world_size: int, command: Sequence[str], environ: Mapping[str, str]) 
 def _start(command: Sequence[str], environ: Mapping[str, str], fd: int | None) -> subprocess.Popen[bytes]:
     """Start a rank, in a session of its own: a terminal's signals come to this process alone."""
     fds = () if fd is None else (fd,)
-    return subprocess.Popen(
-        command, env=environ, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
-    )
+    return subprocess.Popen(command, env=environ, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _pass_signals_to(process: subprocess.Popen[bytes]) -> None:

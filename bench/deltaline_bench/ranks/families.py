@@ -86,9 +86,7 @@ def measure(group: Group, device: torch.device) -> int:
             path.write_text(json.dumps(config))
             begin_s = time.monotonic()
             options = ModelOptions(device, random_init=path, dtype=torch.float32)
-            shared = replace(
-                options, rank=group.place.rank, world_size=group.place.world_size, ranks=group.ranks
-            )
+            shared = replace(options, rank=group.place.rank, world_size=group.place.world_size, ranks=group.ranks)
             if group.place.rank:
                 _drive(shared, group)
                 continue

@@ -72,7 +72,9 @@ def _one_size(
         wrong = float((first.float() - expected.float()).abs().max())
         figures.tell(f"{size}: {name}", f"{alone:.1f} us", f"{behind:.1f} us with residual and norm")
         figures.check(
-            f"{size}: {name}: repeats, ranks and places alike", holds and wrong < 0.05, f"off the fp32 sum by {wrong:.4f}"
+            f"{size}: {name}: repeats, ranks and places alike",
+            holds and wrong < 0.05,
+            f"off the fp32 sum by {wrong:.4f}",
         )
 
 
@@ -111,9 +113,7 @@ def _alternate(figures: Figures, group: Group, ways: Mapping[str, Way], device: 
             graph.replay()
             torch.cuda.synchronize(device)
         took_s = time.monotonic() - begin_s
-        figures.check(
-            f"{ALTERNATIONS} replays between waits: {name}", torch.equal(out, before), f"{took_s:.2f} s"
-        )
+        figures.check(f"{ALTERNATIONS} replays between waits: {name}", torch.equal(out, before), f"{took_s:.2f} s")
 
 
 def _drawn(group: Group, rows: int, device: torch.device) -> Tensor:
