@@ -6,6 +6,7 @@ Building reads files and allocates memory on the device: it takes from a second 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -16,7 +17,7 @@ from deltaline_server import __version__
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
 from deltaline_server.config.place import Place
-from deltaline_server.engine.executor import CpuExecutor, Executor, Report
+from deltaline_server.engine.executor import CpuExecutor, Executor
 from deltaline_server.engine.rank_executor import LeadingExecutor
 from deltaline_server.group import Group
 from deltaline_server.layers.state_pool import StateOptions, StatePool
@@ -27,6 +28,8 @@ from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, c
 from deltaline_server.models.servable import Auto
 from deltaline_server.snapshots import layout
 from deltaline_server.step import Limits
+
+Report = Callable[[int, int], object]
 
 # Long rows of a batch. Each has to be large for its kernels to be fast.
 MAX_LONG_ROWS = 8

@@ -9,6 +9,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config.place import Place
@@ -48,7 +50,7 @@ class Group:
             self._store = _meet(place)
             dist.init_process_group(
                 "nccl" if is_cuda else "gloo",
-                store=dist.PrefixStore("group", self._store),
+                store=PrefixStore("group", self._store),
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=MEET,
@@ -98,12 +100,12 @@ class Group:
         return heard
 
 
-def _meet(place: Place) -> dist.Store:
-    """The store that all ranks share: one that the environment tells of, or rank 0's on the socket that it was given."""
+def _meet(place: Place) -> Store:
+    """The store that all ranks share: the environment's, or rank 0's on the socket that it was given."""
     if place.store_fd is None:
-        store: dist.Store = next(dist.rendezvous("env://", timeout=MEET))[0]
+        store: Store = next(rendezvous("env://", timeout=MEET))[0]
         return store
-    return dist.TCPStore(
+    return TCPStore(
         place.address,
         place.port,
         place.world_size,

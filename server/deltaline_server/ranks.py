@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 

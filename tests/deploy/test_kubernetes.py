@@ -22,11 +22,11 @@ from rigs.image import ROOT, stages
 from deltaline_cli import drain
 from deltaline_cli.address import add_server
 from deltaline_server import app
+from deltaline_server.computing import check
 from deltaline_server.config import Config, unknown_variables
 from deltaline_server.front import layer_service
 from deltaline_server.moving.peers import REACH_S
 from deltaline_server.moving.records import MAX_BYTES
-from deltaline_server.computing import check
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())

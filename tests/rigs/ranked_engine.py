@@ -109,7 +109,7 @@ def drive(ranks: Ranks | None, config: Path) -> list[NDArray[Any]]:
 
 def idle(ranks: Ranks, config: Path, seconds: float) -> float:
     """Ask nothing for so long, then end; the processor's seconds that another rank than 0 takes for that."""
-    model, executor = _load(ranks, config)
+    _, executor = _load(ranks, config)
     if ranks.rank == 0:
         leading = LeadingExecutor(executor, ranks)
         time.sleep(seconds)

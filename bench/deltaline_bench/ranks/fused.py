@@ -20,8 +20,8 @@ from torch import Tensor
 PROGRAMS = 64
 
 
-@triton.jit
-def _sum_norm(
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_norm(  # type: ignore[no-untyped-def]
     summand,
     residual,
     weight,

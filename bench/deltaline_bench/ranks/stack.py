@@ -1,4 +1,4 @@
-"""Layers of a model of 27 billion parameters over ranks, beside the same layers on one GPU: decode and prefill in graphs."""
+"""Layers of a model of 27 billion parameters over ranks beside one GPU: decode and prefill in graphs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _time(model: Model, pool: StatePool, rows: Rows, tokens: int, calls: int) ->
     source = torch.Generator(model.device).manual_seed(3)
     hidden = torch.randn(tokens, model.hidden_size, device=model.device, generator=source).to(model.dtype)
     graph = _captured(lambda: model.forward(0, hidden, rows, pool))
-    took = []
+    took: list[float] = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

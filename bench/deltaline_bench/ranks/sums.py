@@ -1,4 +1,4 @@
-"""The sum of the ranks' summands, in graphs: by each way there is, alone, and with the residual and the norm behind it."""
+"""The sum of the ranks' summands in graphs: by each way there is, alone, and with residual and norm behind it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _captured(call: Callable[[], object], calls: int = 1) -> tuple[torch.cuda.CU
 def _time(group: Group, call: Callable[[], object]) -> float:
     """Microseconds of a call, the median of replays of CALLS of them."""
     graph, _ = _captured(call, CALLS)
-    took = []
+    took: list[float] = []
     for _ in range(ROUNDS):
         dist.barrier()
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""This process's place among those of a server over ranks, as torchrun or our own launcher tells it in the environment."""
+"""A process's place among those of a server over ranks, as torchrun or our launcher tells it in the environment."""
 
 from __future__ import annotations
 

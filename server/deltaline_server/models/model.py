@@ -157,7 +157,7 @@ class Model:
     ) -> Tensor:
         """Run the layers of a span over hidden `[T, input width]`, not mutated, to `[T, output width]`.
 
-        Mutates the write lines of `pool`. Over ranks hidden is rank 0's: the others only give it room, and it is mutated.
+        Mutates the write lines of `pool`. Over ranks hidden is rank 0's: what the others give becomes that.
 
         new_pages: as StatePool.put_pages takes them, those that begin among the rows' tokens; None for none, and where
         the span has no attention layers.

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from deltaline_cli import main
 from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.computing import model_options
 from deltaline_server.config import Config
 from deltaline_server.engine.engine import Engine
 from deltaline_server.layers.kv_cache import COPIES
@@ -28,7 +29,6 @@ from deltaline_server.layers.state_pool import LayerState
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import Model, load_model, open_plan
 from deltaline_server.models.weights import random_init
-from deltaline_server.computing import model_options
 from deltaline_server.runtime import Runtime
 from deltaline_server.sizing import __main__ as sizing
 from deltaline_server.sizing import host
