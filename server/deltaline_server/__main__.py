@@ -43,7 +43,7 @@ def main() -> int:
         place = Place.find(os.environ)
         _check_world(config, place)
     except ConfigError as error:
-        return _refuse(error, error.log_format)
+        return _missing(error.log_format) or _refuse(error, error.log_format)
     log.configure(config.log_level, config.log_format)
     if config.tensor_parallel > 1 and place is None and not config.check:
         command = [sys.executable, "-P", "-m", "deltaline_server", *sys.argv[1:]]
@@ -60,6 +60,19 @@ def main() -> int:
     os._exit(code)
 
 
+def _missing(log_format: str) -> int:
+    """Import what serves; 1 if a package is missing, which is said then, else 0."""
+    try:  # here: torch takes seconds, in which a signal ends the process quietly
+        import deltaline_server.app
+        import deltaline_server.follower  # noqa: F401
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
+            raise
+        return _refuse(f"{package} is missing: pip install 'deltaline[server]'", log_format)
+    return 0
+
+
 def _check_world(config: Config, place: Place | None) -> None:
     """Raise ConfigError where the options and who started the process disagree."""
     asked = config.tensor_parallel
@@ -69,19 +82,16 @@ def _check_world(config: Config, place: Place | None) -> None:
 
 def _run(config: Config, place: Place | None) -> int:
     """Serve, or compute a rank's share, or check the options; the exit code."""
-    try:  # here: torch takes seconds, in which a signal ends the process quietly
-        from deltaline_server.app import StartError
-        from deltaline_server.computing import check
-        from deltaline_server.follower import serve_rank
-        from deltaline_server.front.trust.principals import open_principals
-        from deltaline_server.group import LostRankError
-        from deltaline_server.ports import PortError, open_tls
-        from deltaline_server.sizing.host import check_host
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _EXTRA:
-            raise
-        return _refuse(f"{package} is missing: pip install 'deltaline[server]'", config.log_format)
+    if _missing(config.log_format):
+        return 1
+    from deltaline_server.app import StartError
+    from deltaline_server.computing import check
+    from deltaline_server.follower import serve_rank
+    from deltaline_server.front.trust.principals import open_principals
+    from deltaline_server.group import LostRankError
+    from deltaline_server.ports import PortError, open_tls
+    from deltaline_server.sizing.host import check_host
+
     try:
         unknown = unknown_variables(os.environ)
         if unknown and (place is None or place.local_rank == 0):

@@ -26,7 +26,9 @@ from deltaline_server.models.config import Scope
 from deltaline_server.models.kernel_check import check_kernels
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.models.servable import Auto
+from deltaline_server.ranks import Ways
 from deltaline_server.snapshots import layout
+from deltaline_server.snapshots.tiers import Shared
 from deltaline_server.step import Limits
 
 Report = Callable[[int, int], object]
@@ -47,6 +49,8 @@ class Computing:
     model: Model
     pool: StatePool
     executor: Executor
+    ways: Ways | None = None
+    """To the other ranks; None where there are none."""
 
     @classmethod
     def load(cls, config: Config, place: Place | None, report: Report = lambda done, total: None) -> Self:
@@ -66,9 +70,10 @@ class Computing:
             group.fail(error)
             raise
         group.agree(loaded.identity() | {"way of adding": group.ranks.way})
-        if place.rank:
-            return loaded
-        return replace(loaded, executor=LeadingExecutor(loaded.executor, group.ranks))
+        ways = Ways.open(group.ranks)
+        return replace(
+            loaded, ways=ways, executor=loaded.executor if place.rank else LeadingExecutor(loaded.executor, ways)
+        )
 
     @classmethod
     def _load(cls, config: Config, options: ModelOptions, report: Report) -> Self:
@@ -83,6 +88,13 @@ class Computing:
                 check_kernels(model.device, model.dtype, shape, state, model.block_sizes)
         pool = model.make_pool(state)
         return cls(options, limits, model, pool, make_executor(model, pool, limits))
+
+    @property
+    def shared(self) -> Shared | None:
+        """By what rank 0 has states gathered and scattered on all ranks; None where there are none."""
+        if self.ways is None or not isinstance(self.executor, LeadingExecutor):
+            return None
+        return self.ways.states, self.executor.tell_transfer
 
     def identity(self) -> dict[str, str]:
         """What has to be the same on all ranks, by name: weights, what is computed of them, and what computes it."""

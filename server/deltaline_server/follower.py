@@ -12,6 +12,7 @@ from deltaline_server.config import Config
 from deltaline_server.config.place import Place
 from deltaline_server.engine.rank_executor import follow
 from deltaline_server.log import event
+from deltaline_server.snapshots.tiers import make_share
 
 _log = logging.getLogger(__name__)
 
@@ -22,15 +23,21 @@ def serve_rank(config: Config, place: Place) -> int:
     Raises ModelError; LostRankError.
     """
     computing = Computing.load(config, place)
-    assert computing.options.ranks is not None
+    ways = computing.ways
+    assert ways is not None
+    copy = make_share(computing.model, computing.pool, ways.states).follow if config.host_state_bytes else _copy_nothing
     for number in (signal.SIGTERM, signal.SIGINT):  # it is for rank 0 to end
         signal.signal(number, signal.SIG_IGN)
     try:
-        follow(computing.executor, computing.options.ranks, _end_at_once(place))
+        follow(computing.executor, ways, copy, _end_at_once(place))
     except Exception:
         _log.exception("rank %d failed", place.rank)
         return 1
     return 0
+
+
+def _copy_nothing(told: object) -> None:
+    raise RuntimeError("transfer: expected none, as this rank was told of no host memory for states")
 
 
 def _end_at_once(place: Place) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,6 +17,22 @@ ONE_SHOT_BYTES = 1 << 20
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # For ever, as no wait is without a limit; a rank that dies is told at once.
 PATIENCE = timedelta(days=3650)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Ways of the same ranks beside their sums, each used by one thread of a rank at a time: for what rank 0 tells, for
+    signs of life, for states' bytes, and for adapters."""
+
+    orders: Ranks
+    beats: Ranks
+    states: Ranks
+    adapters: Ranks
+
+    @classmethod
+    def open(cls, ranks: Ranks) -> Ways:
+        """All ranks call it, as all else in the same order."""
+        return cls(ranks.beside(), ranks.beside(), ranks.beside(), ranks.beside())
 
 
 class Ranks:
@@ -45,12 +62,12 @@ class Ranks:
         """Give all ranks the tensor that rank 0 has; mutates that of the others."""
         dist.broadcast(tensor, group=self._group, group_src=0)
 
-    def give(self, tensor: Tensor) -> None:
-        """Send a tensor to rank 0, which takes it. Raises RuntimeError when rank 0 is gone."""
-        dist.send(tensor, group=self._group, group_dst=0)
+    def give(self, tensor: Tensor, rank: int) -> None:
+        """Send a tensor to another rank, which takes it. Raises RuntimeError when that is gone."""
+        dist.send(tensor, group=self._group, group_dst=rank)
 
     def take(self, tensor: Tensor, rank: int) -> None:
-        """Wait on rank 0 for what another rank gives; mutates tensor. Raises RuntimeError when that rank is gone."""
+        """Wait for what another rank gives; mutates tensor. Raises RuntimeError when that is gone."""
         dist.recv(tensor, group=self._group, group_src=rank)
 
     def gather(self, part: Tensor) -> tuple[Tensor, ...]:

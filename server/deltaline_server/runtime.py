@@ -137,7 +137,7 @@ class Runtime:
         pinning = CudaPinning(model.device) if model.device.type == "cuda" else None
         regions, link_regions = make_regions(config, clock, pinning)
         tiers = Tiers.open(config, model, pool, pinning)
-        moves = tiers.moves(model, pool, engine.transfer, snapshots, capture, table.adapters)
+        moves = tiers.moves(model, pool, engine.transfer, snapshots, capture, table.adapters, computing.shared)
         exchange = tiers.exchange(model, pool, moves, snapshots, table.adapters)
         wholes = tiers.wholes(model, moves, table, engine.place_pages, scheduler.reserve_replies)
         states = States(

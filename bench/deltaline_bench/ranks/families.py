@@ -22,6 +22,7 @@ from deltaline_server.engine.rank_executor import LeadingExecutor, follow
 from deltaline_server.group import Group
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.model import ModelOptions, load_model
+from deltaline_server.ranks import Ways
 from deltaline_server.step import BatchResult, Limits, StepBatch
 
 HIDDEN, WAIT_S, MAX_DRAFT, LINES, MAX_ERROR = 512, 120.0, 4, 8, 1e-4
@@ -113,10 +114,11 @@ def _drive(options: ModelOptions, group: Group | None) -> dict[str, list[NDArray
     pool = model.make_pool(StateOptions(LINES, MAX_DRAFT))
     executor = make_executor(model, pool, LIMITS)
     if group is not None:
+        ways = Ways.open(group.ranks)
         if group.place.rank:
-            follow(executor, group.ranks)
+            follow(executor, ways, _copy_nothing, lambda: None)
             return {}
-        executor = LeadingExecutor(executor, group.ranks)
+        executor = LeadingExecutor(executor, ways)
     engine = Engine(executor, model.device)
     engine.start()
     engine.prepare(lambda done, total: None).result(WAIT_S)
@@ -129,6 +131,10 @@ def _drive(options: ModelOptions, group: Group | None) -> dict[str, list[NDArray
     made["first"] = [one[:length] for one, length in zip(made["once"], (70, 4, 1), strict=True)]
     engine.close()
     return made
+
+
+def _copy_nothing(told: object) -> None:
+    raise RuntimeError("no state is copied")
 
 
 def _play(engine: Engine, has_pages: bool, lines: tuple[int, int], seed: int) -> list[NDArray[Any]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,10 +26,11 @@ from deltaline_server.engine.rank_orders import (
     opened,
     place_order,
     placed_of,
+    transfer_order,
     zero_order,
 )
 from deltaline_server.engine.rank_pulse import Beating, Listening
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks import Ways
 from deltaline_server.step import StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 
@@ -43,12 +46,12 @@ class LeadingExecutor:
     A rank that is gone is a lost device: what it has of the state is nowhere else.
     """
 
-    def __init__(self, own: Executor, ranks: Ranks) -> None:
-        """ranks: those that share the model; the others `follow`."""
-        self._own, self._orders = own, ranks.beside()
+    def __init__(self, own: Executor, ways: Ways) -> None:
+        """ways: to the ranks that share the model; the others `follow`."""
+        self._own, self._orders, self._telling = own, ways.orders, threading.Lock()
         self.is_asynchronous = own.is_asynchronous
         self.is_gone = False
-        self._listening = Listening(ranks.beside(), self._lose)
+        self._listening = Listening(ways.beats, self._lose)
 
     def prepare(self, report: Report) -> None:
         self._tell(*bare_order(Order.PREPARE))
@@ -72,10 +75,12 @@ class LeadingExecutor:
         self._own.place_pages(placed)
 
     def transfer(self, work: Callable[[], None]) -> Future[None]:
-        """Refuse, by the future: the state of one rank is a share of the whole."""
-        done: Future[None] = Future()
-        done.set_exception(NotImplementedError("transfer: expected a device that has the whole state, got ranks"))
-        return done
+        """As Executor has it, of this rank alone; what it wants of the others it may `tell_transfer`."""
+        return self._own.transfer(work)
+
+    def tell_transfer(self, told: Integers) -> None:
+        """Let every other rank copy what is told, after the batches that it was told of before; from any thread."""
+        self._tell(*transfer_order(told))
 
     def is_lost(self) -> bool:
         return self.is_gone or self._own.is_lost()
@@ -94,21 +99,23 @@ class LeadingExecutor:
         return self._own.counts()
 
     def _tell(self, header: Integers, integers: Integers) -> None:
-        for message in messages_of(header, integers):
-            self._orders.broadcast(torch.from_numpy(message))
+        with self._telling:
+            for message in messages_of(header, integers):
+                self._orders.broadcast(torch.from_numpy(message))
 
     def _lose(self, rank: int, why: str) -> None:
         self.is_gone = True
         logger.error("rank %d is gone: %s", rank, why)
 
 
-def follow(executor: Executor, ranks: Ranks, lost: Callable[[], None] = lambda: None) -> None:
+def follow(executor: Executor, ways: Ways, copy: Callable[[Integers], None], lost: Callable[[], None]) -> None:
     """Do on a rank other than 0 what rank 0 tells, until it ends; the thread sleeps while there is nothing.
 
-    lost: called on another thread when rank 0 is gone, whatever this one waits for.
+    copy: what is to be done of a transfer that was told. lost: called on another thread when rank 0 is gone or a
+    transfer failed, whatever this one waits for.
     Raises RuntimeError when a rank is gone, and what the executor raises: this rank is no longer where the others are.
     """
-    orders, beating = ranks.beside(), Beating(ranks.beside(), lost)
+    orders, beating = ways.orders, Beating(ways.beats, lost)
     first = np.empty(FIRST_INTEGERS, dtype=np.int32)
     launched: deque[Launched] = deque()
     with torch.inference_mode():
@@ -127,9 +134,19 @@ def follow(executor: Executor, ranks: Ranks, lost: Callable[[], None] = lambda: 
                 executor.prepare(lambda done, total: None)
             elif fields[0] == Order.ZERO:
                 executor.zero(integers.astype(np.int64))
+            elif fields[0] == Order.TRANSFER:
+                executor.transfer(partial(copy, integers)).add_done_callback(partial(_check, lost))
             elif fields[0] == Order.PLACE_PAGES:
                 executor.place_pages(placed_of(fields, integers))
             else:
                 if len(launched) == AHEAD:
                     launched.popleft().result()
                 launched.append(executor.launch(batch_of(fields, integers)))
+
+
+def _check(lost: Callable[[], None], ended: Future[None]) -> None:
+    """See to it that a transfer that failed is not waited for."""
+    error = ended.exception()
+    if error is not None:
+        logger.error("a transfer failed: %s", error)
+        lost()

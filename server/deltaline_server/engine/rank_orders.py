@@ -35,6 +35,7 @@ class Order(IntEnum):
     COMPUTE = 2
     ZERO = 3
     PLACE_PAGES = 4
+    TRANSFER = 5
 
 
 def batch_order(batch: StepBatch) -> tuple[Integers, Integers]:
@@ -65,6 +66,11 @@ def batch_of(header: Sequence[int], integers: Integers) -> StepBatch:
 def zero_order(lines: NDArray[np.int64]) -> tuple[Integers, Integers]:
     """Return header and integers of lines that are to be zeroed."""
     return _header(Order.ZERO, len(lines)), _packed(lines)
+
+
+def transfer_order(told: Integers) -> tuple[Integers, Integers]:
+    """Return header and integers of what is to be copied between the device's memory and the host's."""
+    return _header(Order.TRANSFER, len(told)), told
 
 
 def place_order(placed: PagesPlaced) -> tuple[Integers, Integers]:
@@ -113,7 +119,7 @@ def _shapes(header: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The shapes of what follows a header."""
     if header[0] == Order.COMPUTE:
         return _batch_shapes(header)
-    if header[0] == Order.ZERO:
+    if header[0] in (Order.ZERO, Order.TRANSFER):
         return ((header[1],),)
     if header[0] == Order.PLACE_PAGES:
         _, lines, most, copies, *_ = header

@@ -95,12 +95,12 @@ class Beating:
         """Say that this rank ends. Raises RuntimeError when rank 0 is gone."""
         self._is_over.set()
         self._thread.join()
-        self._way.give(torch.tensor([_Says.ENDS], dtype=torch.int32))
+        self._way.give(torch.tensor([_Says.ENDS], dtype=torch.int32), 0)
 
     def _beat(self) -> None:
         lives = torch.tensor([_Says.LIVES], dtype=torch.int32)
         try:
             while not self._is_over.wait(BEAT_S):
-                self._way.give(lives)
+                self._way.give(lives, 0)
         except RuntimeError:
             self._lost()
