@@ -55,7 +55,12 @@ def main() -> int:
         code = _run(config, place)
     except SystemExit as error:
         code = int(error.code or 0)
-    # Threads that wait for a rank that is gone would wait for ever, and groups of processes end with these.
+    _end_now(code)
+    return code
+
+
+def _end_now(code: int) -> None:
+    """End a rank's process: threads may wait for a rank that is gone, and a group of ranks ends with its processes."""
     sys.stderr.flush()
     os._exit(code)
 
@@ -149,7 +154,10 @@ async def serve(config: Config, place: Place | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, take)
     async with server:
-        return await server.wait()
+        code = await server.wait()
+    if place is not None:
+        _end_now(code)
+    return code
 
 
 if __name__ == "__main__":

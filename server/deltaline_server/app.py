@@ -204,11 +204,17 @@ class Server:
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
         self.runtime.scheduler.halt()
         self._layer_service.close()
-        await self._state_service.close()
-        await self.runtime.close()
+        # What waits for a rank that is gone waits for ever.
+        limit_s = STOP_GRACE_S if self._place is not None and self.runtime.engine.failed() else None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._free(), limit_s)
         await self._close_telemetry()
         gc.unfreeze()  # or what the server had would stay for as long as the process does
         event(_log, "stopped")
+
+    async def _free(self) -> None:
+        await self._state_service.close()
+        await self.runtime.close()
 
     def _listen(self) -> None:
         """Bind everything that calls come by. Raises StartError."""

@@ -26,7 +26,7 @@ from deltaline_server.models.config import Scope
 from deltaline_server.models.kernel_check import check_kernels
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.models.servable import Auto
-from deltaline_server.ranks import Ways
+from deltaline_server.ranks import Ranks, Ways
 from deltaline_server.snapshots import layout
 from deltaline_server.snapshots.tiers import Shared
 from deltaline_server.step import Limits
@@ -95,6 +95,11 @@ class Computing:
         if self.ways is None or not isinstance(self.executor, LeadingExecutor):
             return None
         return self.ways.states, self.executor.tell_transfer
+
+    @property
+    def adapter_way(self) -> Ranks | None:
+        """To the other ranks' places of adapters; None where there are none."""
+        return None if self.ways is None else self.ways.adapters
 
     def identity(self) -> dict[str, str]:
         """What has to be the same on all ranks, by name: weights, what is computed of them, and what computes it."""

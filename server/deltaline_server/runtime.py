@@ -100,7 +100,7 @@ class Runtime:
         model, pool, executor, limits = computing.model, computing.pool, computing.executor, computing.limits
         engine = Engine(executor, model.device)
         num_spans = len(model.spans)
-        adapters = Adapters.build(config, model, computing.options, clock, call_soon)
+        adapters = Adapters.build(config, model, computing.options, clock, call_soon, computing.adapter_way)
         table = SequenceTable(
             lines=line_pool(config, model, pool, engine),
             ledger=StepLedger(num_spans, config.max_sequences, MAX_STEPS_IN_FLIGHT),
