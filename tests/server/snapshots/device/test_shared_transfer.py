@@ -12,8 +12,17 @@ from rigs.ranked_layers import MODELS, write_configs
 from rigs.ranked_states import carry
 
 
-@pytest.mark.parametrize("name", ["streams", pytest.param("bamba", marks=pytest.mark.sweep)])
-def test_a_state_goes_from_one_process_over_2_and_4_ranks_and_back_with_its_bytes(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "world_sizes"),
+    [
+        ("streams", (4, 1)),
+        pytest.param("streams", (2, 4, 1), marks=pytest.mark.sweep),
+        pytest.param("bamba", (2, 4, 1), marks=pytest.mark.sweep),
+    ],
+)
+def test_a_state_goes_from_one_process_over_ranks_and_back_with_its_bytes(
+    tmp_path: Path, name: str, world_sizes: tuple[int, ...]
+) -> None:
     """Drafts to be taken in, commits, keys of fewer heads than ranks; every next step gives what one process gives."""
     config = write_configs(tmp_path, {name: MODELS[name]})[name]
     with torch.inference_mode():
@@ -21,7 +30,7 @@ def test_a_state_goes_from_one_process_over_2_and_4_ranks_and_back_with_its_byte
     assert made is not None
     first, outputs = made
     stored = first
-    for world_size in (2, 4, 1):
+    for world_size in world_sizes:
         if world_size == 1:
             with torch.inference_mode():
                 carried = carry(None, config, stored)
