@@ -1,7 +1,7 @@
 """Starts the processes of a server over ranks on this host, as torchrun does, and ends them together.
 
 The ranks meet at a store of rank 0's that listens on loopback. Signals are rank 0's alone; when one rank has ended the
-others have a while to do so too.
+others have a while to do so too, and are killed then.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from deltaline_server.log import event
 _log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-# Between the end of one rank and that of all: rank 0 has to tell its callers.
-END_S = 8.0
+# For rank 0, which tells its callers, when another rank has ended; and for the others when rank 0 has.
+END_S, LAST_S = 8.0, 2.0
 # What else gloo and NCCL would ask the network for; and memory that ranks share needs no multicast.
 _USUAL = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
@@ -74,8 +74,10 @@ def _end_together(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     code = first.returncode
     if code < 0:
         event(_log, "a rank was killed", level=logging.ERROR, rank=ranks.index(first), signal=-code)
-    last_s = time.monotonic() + END_S
-    for one in ranks:
+    with suppress(subprocess.TimeoutExpired):
+        ranks[0].wait(END_S)
+    last_s = time.monotonic() + LAST_S
+    for one in ranks[1:]:
         with suppress(subprocess.TimeoutExpired):
             one.wait(max(0.0, last_s - time.monotonic()))
     _kill(ranks)

@@ -170,9 +170,10 @@ class Runtime:
 
     @property
     def device_name(self) -> str:
-        """For example "cpu" or "NVIDIA H200"."""
-        device = self.model.device
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        """For example "cpu" or "NVIDIA H200"; "2 x NVIDIA H200" where ranks share the model."""
+        device, count = self.model.device, self.model.world_size
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return name if count == 1 else f"{count} x {name}"
 
     async def prepare(self, report: Report) -> None:
         """Let the started engine compile kernels, allocate and capture graphs, so that no batch has to; write no line.

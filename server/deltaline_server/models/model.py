@@ -84,10 +84,11 @@ class Model:
     """Layers in spans.
 
     Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); ends (of each span: what a token
-    is); hidden_size; dtype and numpy_dtype of hidden states; device; shapes (of the layers' mixers on this rank);
-    block_sizes (the self-test's arguments for what blocks have beside mixers: residual streams, experts); layout (of
-    what adapters may change); adapters (their places, None where there are none); paged_spans (those with attention
-    layers, which keep pages); left_out (what AUTO left to the orchestrator, and why, in one line; else empty).
+    is); hidden_size; dtype and numpy_dtype of hidden states; device; world_size (ranks that
+    share it); shapes (of the layers' mixers on this rank); block_sizes (the self-test's arguments for what blocks have
+    beside mixers: residual streams, experts); layout (of what adapters may change); adapters (their places, None where
+    there are none); paged_spans (those with attention layers, which keep pages); left_out (what AUTO left to the
+    orchestrator, and why, in one line; else empty).
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Model:
         self.hidden_size = config.hidden_size
         self.dtype = placement.dtype
         self.numpy_dtype = NUMPY_DTYPES[placement.dtype]
-        self.device = placement.device
+        self.device, self.world_size = placement.device, placement.world_size
         self.shapes = tuple(shapes[layer] for layer in plan.layers)
         self.block_sizes: dict[str, Any] = {"streams": plan.streams, "hidden": config.hidden_size}
         if plan.loader.experts is not None:
