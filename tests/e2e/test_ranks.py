@@ -81,7 +81,7 @@ async def kill_and_see(tmp_path: Path, rank: int, number: int, world_size: int =
     """A signal to a rank under load: callers are told UNAVAILABLE, readiness is off, and all of the group ends."""
     options = (*OPTIONS, "--tensor-parallel", str(world_size))
     async with (
-        ServerProcess(tmp_path, *options) as server,
+        ServerProcess(tmp_path, *options, config=GATED_DELTA_NET | {"linear_num_key_heads": 4}) as server,
         AsyncClient(server.address, retry=RETRY, timeout=8) as client,
     ):
         ranks, last_s = ranks_of(server), [0.0]

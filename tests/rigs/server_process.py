@@ -51,7 +51,8 @@ class ServerProcess:
         assert self._process.stderr is not None
         with self._process.stderr as lines:
             for line in lines:
-                self.events.append(json.loads(line))
+                if line.startswith("{"):  # torchrun has words of its own
+                    self.events.append(json.loads(line))
 
     def said(self, message: str) -> list[dict[str, Any]]:
         """The log's lines with a message."""

@@ -45,7 +45,7 @@ class AdapterLoader:
         allocate: Callable[[int], Tensor],
         max_rank: int,
     ) -> None:
-        """root: None where clients may only upload. open_base: opens a rank's share of the weights that norms of DoRA are
+        """root: None where clients may only upload. open_base: opens a rank's share of the weights that DoRA has norms
         of. allocate: host memory, uint8; called in a thread, may raise MemoryError or RuntimeError when there is
         none."""
         self._registry, self._layouts, self._root = registry, layout.of_all_ranks(), root
