@@ -240,7 +240,7 @@ class Server:
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
         observer = self.metrics if self._tracing is None else self._tracing.observer(self.metrics)
         building = asyncio.to_thread(
-            Runtime.build, config, observer, self._clock, call_soon, progress.report, place=self._place
+            Runtime.build, config, observer, self._clock, call_soon, progress.report, self._place
         )
         runtime = await told(building, _log, "still loading", layers=progress)
         model, pool = runtime.model, runtime.pool

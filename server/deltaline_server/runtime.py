@@ -87,8 +87,8 @@ class Runtime:
         clock: Callable[[], float],
         call_soon: CallSoon,
         report: Callable[[int, int], object] = lambda done, total: None,
-        wall_clock: Callable[[], float] = time.time,
         place: Place | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> Runtime:
         """Load the model, test the kernels on its device and allocate its state. Raises ModelError; LostRankError.
 

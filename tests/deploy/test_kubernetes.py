@@ -14,7 +14,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 from rigs.dashboards import metrics_of
@@ -182,15 +182,11 @@ def test_a_group_over_hosts_is_one_server(tmp_path: Path) -> None:
     selector = made["Service", "deltaline-group"]["spec"]["selector"].items()
     inside = made["NetworkPolicy", "deltaline-group"]["spec"]["podSelector"]["matchLabels"].items()
     for rank, kind in enumerate(("leaderTemplate", "workerTemplate")):
-        pod = template[kind]
-        kubernetes_validate.validate(
-            {"apiVersion": "v1", "kind": "Pod", **pod}, kubernetes_validate.latest_version(), strict=True
-        )
+        pod, told["LWS_WORKER_INDEX"] = template[kind], str(rank)
+        as_pod = {"apiVersion": "v1", "kind": "Pod", **pod}
+        kubernetes_validate.validate(as_pod, kubernetes_validate.latest_version(), strict=True)
         [container] = pod["spec"]["containers"]
-        words = [
-            re.sub(r"\$\((\w+)\)", lambda named: (told | {"LWS_WORKER_INDEX": str(rank)})[named[1]], one)
-            for one in container["command"]
-        ]
+        words = [re.sub(r"\$\((\w+)\)", lambda named: told[named[1]], one) for one in container["command"]]
         assert words[:3] == ["python", "-m", "torch.distributed.run"]
         started = get_args_parser().parse_args(words[3:])
         assert (started.nnodes, started.node_rank, started.module, started.training_script) == (

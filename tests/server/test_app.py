@@ -283,7 +283,7 @@ async def test_port_in_use_is_told(make_server: Callable[..., Server], option: s
 async def test_a_start_that_fails_leaves_no_page_behind(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object, place: object) -> Runtime:
+    def fails(*_: object) -> Runtime:
         raise StartError("planted")
 
     monkeypatch.setattr(Runtime, "build", fails)
