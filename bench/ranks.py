@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 from deltaline_bench.ranks import serving
-from deltaline_server.config.place import Place
-from deltaline_server.group import Group
-from deltaline_server.launcher import launch
+from deltaline_server.ranks.group import Group
+from deltaline_server.ranks.launcher import launch
+from deltaline_server.ranks.place import Place
 
 # Seconds of each part, the start of its processes included.
 PARTS: Mapping[str, int] = {"orders": 40, "sums": 75, "families": 110, "stack": 130, "serving": 240}
@@ -60,7 +60,7 @@ def main() -> int:
 
 def _measure(part: str) -> int:
     """A rank's part of a measurement."""
-    from deltaline_server.parent import end_with_parent
+    from deltaline_server.ranks.parent import end_with_parent
 
     end_with_parent()
     place = Place.find(os.environ)

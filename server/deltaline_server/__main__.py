@@ -11,9 +11,9 @@ import sys
 from deltaline_server import log
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config, ConfigError, unknown_variables
-from deltaline_server.config.place import Place
-from deltaline_server.launcher import launch
-from deltaline_server.parent import end_with_parent
+from deltaline_server.ranks.launcher import launch
+from deltaline_server.ranks.parent import end_with_parent
+from deltaline_server.ranks.place import Place, PlaceError
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ def main() -> int:
         _check_world(config, place)
     except ConfigError as error:
         return _missing(error.log_format) or _refuse(error, error.log_format)
+    except PlaceError as error:
+        return _refuse(error, config.log_format)
     log.configure(config.log_level, config.log_format)
     if config.tensor_parallel > 1 and place is None and not config.check:
         command = [sys.executable, "-P", "-m", "deltaline_server", *sys.argv[1:]]
@@ -93,8 +95,8 @@ def _run(config: Config, place: Place | None) -> int:
     from deltaline_server.computing import check
     from deltaline_server.follower import serve_rank
     from deltaline_server.front.trust.principals import open_principals
-    from deltaline_server.group import LostRankError
     from deltaline_server.ports import PortError, open_tls
+    from deltaline_server.ranks.group import LostRankError
     from deltaline_server.sizing.host import check_host
 
     try:

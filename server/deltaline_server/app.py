@@ -22,7 +22,6 @@ from google.protobuf.internal import api_implementation
 
 from deltaline import link
 from deltaline_server.config import Config
-from deltaline_server.config.place import Place
 from deltaline_server.front import adapter_service, layer_service
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.admin_service import AdminService
@@ -44,6 +43,7 @@ from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.front.trust.tls import Tls
 from deltaline_server.log import Progress, event, told
 from deltaline_server.ports import PortError, bind_grpc, bind_http, bind_link, open_tls, ways_in
+from deltaline_server.ranks.place import Place
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
 from deltaline_server.telemetry.audit import AuditError, open_audit
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing

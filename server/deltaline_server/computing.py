@@ -16,17 +16,17 @@ import torch
 from deltaline_server import __version__
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
-from deltaline_server.config.place import Place
 from deltaline_server.engine.executor import CpuExecutor, Executor
 from deltaline_server.engine.rank_executor import LeadingExecutor
-from deltaline_server.group import Group
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
 from deltaline_server.models.config import Scope
 from deltaline_server.models.kernel_check import check_kernels
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.models.servable import Auto
-from deltaline_server.ranks import Ranks, Ways
+from deltaline_server.ranks.group import Group, GroupError
+from deltaline_server.ranks.place import Place
+from deltaline_server.ranks.ways import Ranks, Ways
 from deltaline_server.snapshots import layout
 from deltaline_server.snapshots.tiers import Shared
 from deltaline_server.step import Limits
@@ -69,7 +69,10 @@ class Computing:
         except ModelError as error:
             group.fail(error)
             raise
-        group.agree(loaded.identity() | {"way of adding": group.ranks.way})
+        try:
+            group.agree(loaded.identity() | {"way of adding": group.ranks.way})
+        except GroupError as error:
+            raise ModelError(str(error)) from error
         ways = Ways.open(group.ranks)
         return replace(
             loaded, ways=ways, executor=loaded.executor if place.rank else LeadingExecutor(loaded.executor, ways)

@@ -12,12 +12,12 @@ from functools import partial
 from deltaline_server.adapters.shared_store import follow_adapters
 from deltaline_server.computing import Computing
 from deltaline_server.config import Config
-from deltaline_server.config.place import Place
 from deltaline_server.engine.rank_executor import follow
 from deltaline_server.log import event
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.place import Place
+from deltaline_server.ranks.ways import Ranks
 from deltaline_server.snapshots.tiers import make_share
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,6 @@ from deltaline_server.adapters.copier import CallSoon
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.computing import Computing, make_limits, spare_lines_of
 from deltaline_server.config import Config
-from deltaline_server.config.place import Place
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import Executor, Report
 from deltaline_server.front.reply_bytes import most_step_bytes
@@ -35,6 +34,7 @@ from deltaline_server.models.config import Scope
 from deltaline_server.models.model import Model
 from deltaline_server.moving.drain import Drain
 from deltaline_server.moving.mover import Mover
+from deltaline_server.ranks.place import Place
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots import layout

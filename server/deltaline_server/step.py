@@ -341,12 +341,11 @@ class StepBatch:
     stay where the requests have them. wanted int64 [rows]: packed tokens whose outputs go back, None for all. into:
     memory of clients where the outputs of each buffer are to be in the end [rows, width], empty unless all have such a
     place; an engine that can write there saves a copy. copied_bytes: of what crosses between host and device, what is
-    not in shared memory.
-    adapter_places int32 [N]: where each row's adapter is on the device, -1 for none; None when no row has one.
-    new_pages int32 [3, n]: line, place and page of those that begin within the rows' tokens, so that the device knows
-    each before it needs it; None where the span's layers have none. waypoints int32 [3, n]: rows that are not short,
-    multiples of WAYPOINT_TOKENS tokens of each, and the lines to which the layers write what the row is there; None for
-    none.
+    not in shared memory. adapter_places int32 [N]: where each row's adapter is on the device, -1 for none; None when no
+    row has one. new_pages int32 [3, n]: line, place and page of those that begin within the rows' tokens, so that the
+    device knows each before it needs it; None where the span's layers have none. waypoints int32 [3, n]: rows that are
+    not short, multiples of WAYPOINT_TOKENS tokens of each, and the lines to which the layers write what the row is
+    there; None for none.
     """
 
     span: int
@@ -372,8 +371,7 @@ class BatchResult:
 
     hidden [wanted, width] in the batch's dtype; is_placed: it is empty, all outputs lie in the batch's `into`. finite
     bool [N]: False where an output of the row (wanted or not) is not finite, so that its state can't be trusted.
-    failed: the computation raised; nothing of the batch's state can be trusted and hidden is empty. is_lost: nor can
-    that of any other, as the device is lost.
+    failed: the computation raised; nothing of the batch's state can be trusted and hidden is empty. is_lost: nor any.
     """
 
     hidden: NDArray[Any]

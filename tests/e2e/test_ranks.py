@@ -158,7 +158,7 @@ def test_what_can_t_be_shared_is_refused_in_one_line(tmp_path: Path) -> None:
     env = "import os,sys; os.environ['DELTALINE_SEED'] = os.environ['RANK']; sys.argv[0] = 'x'; "
     run = "from deltaline_server.__main__ import main; sys.exit(main())"
     launcher = (
-        "import os,sys; from deltaline_server.launcher import launch; "
+        "import os,sys; from deltaline_server.ranks.launcher import launch; "
         f"sys.exit(launch(2, [sys.executable, '-c', {env + run!r}, *sys.argv[1:]], os.environ))"
     )
     done = start_all([(*launched, "--tensor-parallel", "3"), ("-c", launcher, *options, "--log-level", "error")])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rigs.ranked_engine import PAGE_SIZE, SPANS, WAIT_S, RankedEngine, load, open_engine
 
 from deltaline_server.engine.rank_executor import LeadingExecutor, follow
-from deltaline_server.ranks import Ranks, Ways
+from deltaline_server.ranks.ways import Ranks, Ways
 from deltaline_server.snapshots.device.shared_transfer import SharedTransfer
 from deltaline_server.snapshots.device.transfer import StatePlace, StateTransfer
 from deltaline_server.snapshots.layout import Bytes, SpanProgress, state_bytes

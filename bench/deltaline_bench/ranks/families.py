@@ -19,10 +19,10 @@ from deltaline_bench.ranks.figures import Figures
 from deltaline_server.computing import make_executor
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.rank_executor import LeadingExecutor, follow
-from deltaline_server.group import Group
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.model import ModelOptions, load_model
-from deltaline_server.ranks import Ways
+from deltaline_server.ranks.group import Group
+from deltaline_server.ranks.ways import Ways
 from deltaline_server.step import BatchResult, Limits, StepBatch
 
 HIDDEN, WAIT_S, MAX_DRAFT, LINES, MAX_ERROR = 512, 120.0, 4, 8, 1e-4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from deltaline_server.group import Group
+from deltaline_server.ranks.group import Group
 
 
 class Figures:

@@ -10,7 +10,7 @@ import torch
 
 from deltaline_bench.ranks.figures import Figures
 from deltaline_server.engine.rank_orders import FIRST_INTEGERS
-from deltaline_server.group import Group
+from deltaline_server.ranks.group import Group
 
 ORDERS = {"awake, one each 0.2 ms": (300, 2e-4), "parked, one each 20 ms": (60, 2e-2)}
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from deltaline_bench.ranks.figures import Figures
 from deltaline_kernels import Rows
-from deltaline_server.group import Group
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.models.model import Model, ModelOptions, load_model
+from deltaline_server.ranks.group import Group
 
 LAYERS, CONTEXT, PAGE, LINES, PREFILL, ROUNDS = 64, 1024, 64, 64, 8192, 12
 # Of a layer with its share of the state; and beside them, for what is computed.

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from deltaline_bench.ranks.figures import Figures
 from deltaline_bench.ranks.fused import SumNorm
-from deltaline_server.group import Group
 from deltaline_server.layers.norm import rms_norm
-from deltaline_server.peer_memory import PeerMemory
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.group import Group
+from deltaline_server.ranks.peer_memory import PeerMemory
+from deltaline_server.ranks.ways import Ranks
 
 HIDDEN, EPS = 5120, 1e-6
 ROWS = {"10 KiB": 1, "640 KiB": 64, "20 MiB": 2048, "80 MiB": 8192}

@@ -15,7 +15,7 @@ from deltaline_server.adapters.shared_store import SharedStore, Store
 from deltaline_server.config import Config
 from deltaline_server.memory.pinning import CudaPinning, HostMemory
 from deltaline_server.models.model import Model, ModelOptions, open_weights
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 from deltaline_server.tables.adapter_places import AdapterPlaces
 from deltaline_server.tables.adapter_registry import AdapterRegistry
 

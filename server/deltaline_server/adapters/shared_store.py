@@ -18,7 +18,7 @@ from deltaline_server.checkpoints.modules import Packed
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore
 from deltaline_server.models.lora_weights import Adapter, AdapterShape
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 
 _PACKED = tuple(Packed)
 # Of a message: what is to be done, a place, and how many integers follow.

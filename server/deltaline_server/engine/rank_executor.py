@@ -30,7 +30,7 @@ from deltaline_server.engine.rank_orders import (
     zero_order,
 )
 from deltaline_server.engine.rank_pulse import Beating, Listening
-from deltaline_server.ranks import Ways
+from deltaline_server.ranks.ways import Ways
 from deltaline_server.step import StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 

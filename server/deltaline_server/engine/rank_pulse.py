@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import torch
 
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 
 BEAT_S = 0.5
 # Time for the others to say that they end.

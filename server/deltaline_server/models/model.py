@@ -32,7 +32,7 @@ from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore, store_bytes
 from deltaline_server.models.servable import Auto, auto_spans, layer_kinds, left_out, spans_text
 from deltaline_server.models.weights import CPU, LayerLoader, random_init
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 from deltaline_server.step import SpanShapes
 
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {

@@ -14,7 +14,7 @@ from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.memory.mappings import Pinning
 from deltaline_server.models.model import NUMPY_DTYPES, Model
 from deltaline_server.principal import Principal
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 from deltaline_server.snapshots.device.shared_transfer import SharedTransfer, ShareTransfer, Told
 from deltaline_server.snapshots.device.transfer import StateTransfer
 from deltaline_server.snapshots.directory import StateDirectory, StateDirectoryError

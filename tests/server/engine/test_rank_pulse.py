@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltaline_server.engine import rank_pulse
 from deltaline_server.engine.rank_pulse import Beating, Listening
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 
 WAIT_S = 10.0
 

@@ -31,7 +31,7 @@ from deltaline_server.front.grpc_port import SERVICES, add_port, grpc_options
 from deltaline_server.front.port.descriptors import connections
 from deltaline_server.front.port.gate import Gate
 from deltaline_server.front.trust.tls import Tls
-from deltaline_server.parent import end_with_parent
+from deltaline_server.ranks.parent import end_with_parent
 
 # Time for the last replies to leave when the core has ended.
 GRACE_S = 0.5

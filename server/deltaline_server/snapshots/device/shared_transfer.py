@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 from deltaline_server.snapshots.device.transfer import Commits, StatePlace, StateTransfer
 from deltaline_server.snapshots.layout import (
     COMMIT_FIELDS,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rigs.server_process import is_alive
 
-from deltaline_server.launcher import launch
+from deltaline_server.ranks.launcher import launch
 
 # What every process of a group does: says who it is in a file, then what is asked, by its rank.
 SAYS = "import os, signal, socket, sys, time; r = int(os.environ['RANK']); p = sys.argv[1] + '/' + str(r)\n"
@@ -25,7 +25,7 @@ def started(folder: Path, *does: str) -> subprocess.Popen[str]:
     code = SAYS + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n" + WROTE
     code += "".join(f"if r == {rank}: {what}\n" for rank, what in enumerate(does))
     launcher = (
-        "import os, sys; from deltaline_server.launcher import launch; "
+        "import os, sys; from deltaline_server.ranks.launcher import launch; "
         f"sys.exit(launch({len(does)}, [sys.executable, '-c', {code!r}, sys.argv[1]], os.environ))"
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltaline_server.config import ConfigError
-from deltaline_server.config.place import Place
+from deltaline_server.ranks.place import Place, PlaceError
 
 TORCHRUN = {
     "RANK": "5",
@@ -37,6 +36,6 @@ def test_place_is_told_as_it_is_found() -> None:
     ],
 )
 def test_place_that_cannot_be_is_refused(name: str, value: str, told: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(PlaceError) as refused:
         Place.find(TORCHRUN | {name: value})
     assert str(refused.value) == told

@@ -15,8 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from deltaline_server.config.place import Place
 from deltaline_server.log import event
+from deltaline_server.ranks.place import Place
 
 _log = logging.getLogger(__name__)
 

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Self
 
 from deltaline_server import errors
-from deltaline_server.config.option import ConfigError
 
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 """Variables of where the ranks meet."""
 STORE_FD = "STORE_FD"
 """Of rank 0: the descriptor of a socket that listens there already, where our launcher has opened it."""
+
+
+class PlaceError(ValueError):
+    """The environment tells of a place that can't be; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Place:
 
     @classmethod
     def find(cls, environ: Mapping[str, str]) -> Self | None:
-        """None where the environment tells of no group. Raises ConfigError where it tells of one that can't be."""
+        """None where the environment tells of no group. Raises PlaceError where it tells of one that can't be."""
         if not all(name in environ for name in ("RANK", "WORLD_SIZE", *MEETING)):
             return None
         world_size = _number(environ, "WORLD_SIZE", 1, 1 << 16)
@@ -62,5 +65,5 @@ class Place:
 def _number(environ: Mapping[str, str], name: str, low: int, high: int, default: int | None = None) -> int:
     text = environ.get(name, "" if default is None else str(default))
     if not (text.isdecimal() and len(text) < 20 and low <= int(text) <= high):
-        raise ConfigError(f"{name}: expected {low} .. {high}, got {errors.shown(text)}")
+        raise PlaceError(f"{name}: expected {low} .. {high}, got {errors.shown(text)}")
     return int(text)

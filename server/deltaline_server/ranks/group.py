@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.config.place import Place
 from deltaline_server.log import event
-from deltaline_server.peer_memory import PeerMemory
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.peer_memory import PeerMemory
+from deltaline_server.ranks.place import Place
+from deltaline_server.ranks.ways import Ranks
 
 # Until all processes have come: on other hosts they may still be started.
 MEET = timedelta(minutes=10)
@@ -32,6 +31,10 @@ _log = logging.getLogger(__name__)
 
 class LostRankError(RuntimeError):
     """Another rank is gone, which says why itself."""
+
+
+class GroupError(RuntimeError):
+    """A rank can't serve, or differs from the others; the message is one line."""
 
 
 class Group:
@@ -64,20 +67,20 @@ class Group:
     def agree(self, said: Mapping[str, str]) -> None:
         """Wait until all ranks have loaded. said: what has to be the same on all, by name.
 
-        Raises ModelError, on every rank, when one has failed or another says something else; LostRankError.
+        Raises GroupError, on every rank, when one has failed or another says something else; LostRankError.
         """
         self._say({"said": dict(said)})
         heard = self._hear()
         for rank, one in enumerate(heard):
             if "error" in one:
-                raise ModelError(f"rank {rank}: {one['error']}")
+                raise GroupError(f"rank {rank}: {one['error']}")
         for rank, one in enumerate(heard):
             for name, value in heard[0]["said"].items():
                 if one["said"].get(name) != value:
                     got = one["said"].get(name)
-                    raise ModelError(f"rank {rank}: expected the {name} of rank 0, {value}, got {got}")
+                    raise GroupError(f"rank {rank}: expected the {name} of rank 0, {value}, got {got}")
 
-    def fail(self, error: ModelError) -> None:
+    def fail(self, error: Exception) -> None:
         """Say, in place of `agree`, why this rank can't serve."""
         self._say({"error": str(error)})
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from deltaline_server.peer_memory import PeerMemory
+from deltaline_server.ranks.peer_memory import PeerMemory
 
 # Up to so many bytes it takes less time to read all summands than to read parts, and then those of the sum.
 ONE_SHOT_BYTES = 1 << 20
