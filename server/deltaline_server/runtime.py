@@ -25,6 +25,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import CpuExecutor, Executor, Report
+from deltaline_server.engine.graphs import Bucket, make_buckets
 from deltaline_server.front.reply_bytes import most_step_bytes
 from deltaline_server.front.requests import Served
 from deltaline_server.layers.state_pool import StateOptions, StatePool
@@ -104,9 +105,7 @@ class Runtime:
         check_adapter_memory(loaded)
         model = load_model(loaded, report)
         options = state_options(config)
-        if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
-            for shape in dict.fromkeys(model.shapes):
-                check_kernels(model.device, model.dtype, shape, options, model.block_sizes)
+        self_test(model, options)
         pool = model.make_pool(options)
         limits = make_limits(config)
         executor = make_executor(model, pool, limits)
@@ -290,13 +289,26 @@ def make_regions(config: Config, clock: Callable[[], float], pinning: CudaPinnin
     return regions, link_regions
 
 
+def self_test(model: Model, options: StateOptions) -> None:
+    """Compare the kernels with their references in the sizes of a model's layers. Raises ModelError if they differ."""
+    if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
+        for shape in dict.fromkeys(model.shapes):
+            check_kernels(model.device, model.dtype, shape, options, model.block_sizes)
+
+
 def make_executor(model: Model, pool: StatePool, limits: Limits) -> Executor:
     """Make what computes batches within the limits on the model's device."""
     if model.device.type == "cpu":
         return CpuExecutor(model, pool)
     from deltaline_server.engine.cuda_executor import CudaExecutor  # it needs triton, which is installed on Linux alone
 
-    return CudaExecutor(model, pool, limits)
+    return CudaExecutor(model, pool, buckets_of(model, pool, limits))
+
+
+def buckets_of(model: Model, pool: StatePool, limits: Limits) -> list[Bucket]:
+    """The buckets of all batches within the limits."""
+    page_size = 0 if pool.kv is None else pool.kv.page_size
+    return make_buckets(limits, pool.max_draft, model.adapters is not None, page_size)
 
 
 def line_pool(config: Config, model: Model, pool: StatePool, engine: Engine) -> LinePool:
