@@ -25,7 +25,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import CpuExecutor, Executor, Report
-from deltaline_server.engine.graphs import Bucket, make_buckets
+from deltaline_server.engine.graphs import buckets_of
 from deltaline_server.front.reply_bytes import most_step_bytes
 from deltaline_server.front.requests import Served
 from deltaline_server.layers.state_pool import StateOptions, StatePool
@@ -33,7 +33,7 @@ from deltaline_server.layers.streams import StreamEnds
 from deltaline_server.memory.pinning import CudaPinning
 from deltaline_server.memory.regions import Regions
 from deltaline_server.models.config import Scope
-from deltaline_server.models.kernel_check import check_kernels
+from deltaline_server.models.kernel_check import self_test
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.models.servable import Auto
 from deltaline_server.moving.drain import Drain
@@ -289,13 +289,6 @@ def make_regions(config: Config, clock: Callable[[], float], pinning: CudaPinnin
     return regions, link_regions
 
 
-def self_test(model: Model, options: StateOptions) -> None:
-    """Compare the kernels with their references in the sizes of a model's layers. Raises ModelError if they differ."""
-    if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
-        for shape in dict.fromkeys(model.shapes):
-            check_kernels(model.device, model.dtype, shape, options, model.block_sizes)
-
-
 def make_executor(model: Model, pool: StatePool, limits: Limits) -> Executor:
     """Make what computes batches within the limits on the model's device."""
     if model.device.type == "cpu":
@@ -303,12 +296,6 @@ def make_executor(model: Model, pool: StatePool, limits: Limits) -> Executor:
     from deltaline_server.engine.cuda_executor import CudaExecutor  # it needs triton, which is installed on Linux alone
 
     return CudaExecutor(model, pool, buckets_of(model, pool, limits))
-
-
-def buckets_of(model: Model, pool: StatePool, limits: Limits) -> list[Bucket]:
-    """The buckets of all batches within the limits."""
-    page_size = 0 if pool.kv is None else pool.kv.page_size
-    return make_buckets(limits, pool.max_draft, model.adapters is not None, page_size)
 
 
 def line_pool(config: Config, model: Model, pool: StatePool, engine: Engine) -> LinePool:
