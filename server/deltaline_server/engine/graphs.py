@@ -50,6 +50,12 @@ class Bucket:
         )
 
 
+def buckets_of(model: Model, pool: StatePool, limits: Limits) -> list[Bucket]:
+    """The buckets for every batch of a model within the limits, as make_buckets orders them."""
+    page_size = 0 if pool.kv is None else pool.kv.page_size
+    return make_buckets(limits, pool.max_draft, model.adapters is not None, page_size)
+
+
 def make_buckets(limits: Limits, max_draft: int, has_adapters: bool = False, page_size: int = 0) -> list[Bucket]:
     """The buckets for every batch within the limits, in the order in which they are to be tried.
 
