@@ -17,11 +17,12 @@ from deltaline_server import __version__
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
 from deltaline_server.engine.executor import CpuExecutor, Executor
+from deltaline_server.engine.graphs import buckets_of
 from deltaline_server.engine.rank_executor import LeadingExecutor
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
 from deltaline_server.models.config import Scope
-from deltaline_server.models.kernel_check import check_kernels
+from deltaline_server.models.kernel_check import self_test
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.models.servable import Auto
 from deltaline_server.ranks.group import Group, GroupError
@@ -86,9 +87,7 @@ class Computing:
         check_adapter_memory(options)
         model = load_model(options, report)
         state, limits = state_options(config), make_limits(config)
-        if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
-            for shape in dict.fromkeys(model.shapes):
-                check_kernels(model.device, model.dtype, shape, state, model.block_sizes)
+        self_test(model, state)
         pool = model.make_pool(state)
         return cls(options, limits, model, pool, make_executor(model, pool, limits))
 
@@ -123,7 +122,7 @@ def make_executor(model: Model, pool: StatePool, limits: Limits) -> Executor:
         return CpuExecutor(model, pool)
     from deltaline_server.engine.cuda_executor import CudaExecutor  # it needs triton, which is installed on Linux alone
 
-    return CudaExecutor(model, pool, limits)
+    return CudaExecutor(model, pool, buckets_of(model, pool, limits))
 
 
 def check_adapter_memory(options: ModelOptions) -> None:
