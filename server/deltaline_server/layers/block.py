@@ -23,6 +23,7 @@ from deltaline_server.layers.experts import EXPERTS, ExpertNames, Experts, exper
 from deltaline_server.layers.norm import rms_norm
 from deltaline_server.layers.projection import load_projection
 from deltaline_server.layers.shapes import ExpertsShape
+from deltaline_server.ranks.ways import Ranks
 
 
 class Layer(Protocol):
@@ -51,25 +52,42 @@ class Residual:
         in_fp32: bool = False,
         scale: float = 1.0,
         norms_output: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
-        """norm: `[hidden]` fp32, what a normalised row is multiplied by."""
+        """norm: `[hidden]` fp32, what a normalised row is multiplied by. ranks: what sums the summands that inner gives,
+        None where it gives the whole."""
         self.inner, self.scale, self.norms_output = inner, scale, norms_output
         self.norm, self.eps, self.dtype, self.in_fp32 = norm, eps, dtype, in_fp32
+        self._ranks = ranks
 
     @property
     def branches(self) -> tuple[Residual, ...]:
         """Itself, as what a layer of one branch is made of."""
         return (self,)
 
-    def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
-        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
-        residual, made = hidden.float() if self.in_fp32 else hidden, hidden.to(self.dtype)
-        if not self.norms_output:
-            made = rms_norm(made, self.norm, self.eps)
-        made = self.inner.forward(made, rows, state, tiles)
+    def enter(self, hidden: Tensor) -> Tensor:
+        """What inner is given, `[T, hidden]`."""
+        entered = hidden.to(self.dtype)
+        return entered if self.norms_output else rms_norm(entered, self.norm, self.eps)
+
+    def leave(self, made: Tensor, hidden: Tensor) -> Tensor:
+        """Add what inner gave to what the branch was given, `[T, hidden]` each."""
+        if self._ranks is not None:
+            made = self._ranks.sum(made)
         if self.norms_output:
             made = rms_norm(made, self.norm, self.eps)
-        return residual.add(made, alpha=self.scale)
+        return self._residual(hidden).add(made, alpha=self.scale)
+
+    def go_on(self, made: Tensor, hidden: Tensor, following: Residual) -> tuple[Tensor, Tensor]:
+        """`leave`, and `enter` the branch behind this one: in one launch where ranks have it."""
+        is_plain = not (self.norms_output or following.norms_output) and following.dtype is made.dtype
+        if is_plain and self._ranks is not None and self._ranks.joins(made):
+            return self._ranks.join(made, self._residual(hidden), following.norm, following.eps, self.scale)
+        left = self.leave(made, hidden)
+        return left, following.enter(left)
+
+    def _residual(self, hidden: Tensor) -> Tensor:
+        return hidden.float() if self.in_fp32 else hidden
 
 
 class Mlp:
@@ -96,10 +114,6 @@ class Block:
     def branches(self) -> tuple[Residual, ...]:
         """What it is made of, in their order."""
         return self.mixer, self.mlp
-
-    def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
-        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
-        return self.mlp.forward(self.mixer.forward(hidden, rows, state, tiles), rows, state, tiles)
 
 
 @dataclass(frozen=True)
@@ -164,7 +178,7 @@ class Blocks:
 
     def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Block | Residual:
         """Load a block around its mixer."""
-        inner = [mixer]
+        inner, place = [mixer], reader.placement
         if self.experts is not None:
             inner.append(Experts(reader, self.stored.experts, self.hidden_size, self.experts))
         elif self.num_branches == 2:
@@ -174,10 +188,11 @@ class Blocks:
                 layer,
                 self.stored.norm_offset + reader.vector(f"{norm}weight"),
                 self.eps,
-                reader.placement.dtype,
+                place.dtype,
                 in_fp32=self.in_fp32,
                 scale=self.scale,
                 norms_output=self.stored.norms_outputs,
+                ranks=place.ranks if place.leaves_summands else None,
             )
             for layer, norm in zip(inner, self.stored.norms, strict=True)
         ]

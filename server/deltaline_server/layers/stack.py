@@ -12,22 +12,39 @@ from typing import Any
 from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, Rows, mhc_post, mhc_post_pre, mhc_pre
-from deltaline_server.layers.block import Layer
+from deltaline_server.layers.block import Block, Layer, Residual
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
 from deltaline_server.step import SpanShapes
 
 
 class PlainStack:
-    """Layers one after the other."""
+    """Layers one after the other, each branch of them handing on to the next."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[Block | Residual]) -> None:
+        # Each branch with the place of its layer.
+        self._branches = [(i, branch) for i, layer in enumerate(layers) for branch in layer.branches]
 
     def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the layers' states."""
-        for layer, state in zip(self._layers, states, strict=True):
-            hidden = layer.forward(hidden, rows, state, tiles)
-        return hidden
+        (place, branch), *rest = self._branches
+        entered = branch.enter(hidden)
+        for next_place, following in rest:
+            made = branch.inner.forward(entered, rows, states[place], tiles)
+            hidden, entered = branch.go_on(made, hidden, following)
+            place, branch = next_place, following
+        return branch.leave(branch.inner.forward(entered, rows, states[place], tiles), hidden)
+
+
+class MixerStack:
+    """A mixer by itself."""
+
+    def __init__(self, mixer: Layer) -> None:
+        self._mixer = mixer
+
+    def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
+        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of its state."""
+        [state] = states
+        return self._mixer.forward(hidden, rows, state, tiles)
 
 
 class HyperStack:
@@ -68,15 +85,22 @@ class HyperStack:
         return residual.flatten(1) if self._head is None else self._head.join(residual)
 
 
-Stack = PlainStack | HyperStack
+SpanLayer = Layer | Block | Residual | HyperBlock
+"""A mixer, or a layer in block scope."""
+
+Stack = PlainStack | MixerStack | HyperStack
 """What a span computes."""
 
 
 def make_stack(
-    layers: Sequence[Layer | HyperBlock], ends: SpanShapes, streams: int, load_head: Callable[[], HyperHead]
+    layers: Sequence[SpanLayer], ends: SpanShapes, streams: int, load_head: Callable[[], HyperHead]
 ) -> Stack:
     """Make the stack of a span's layers. streams: 0 where layers pass on `[T, hidden]`."""
     if not streams:
-        return PlainStack([layer for layer in layers if not isinstance(layer, HyperBlock)])
+        blocks = [layer for layer in layers if isinstance(layer, Block | Residual)]
+        if blocks:
+            return PlainStack(blocks)
+        [mixer] = [layer for layer in layers if not isinstance(layer, Block | Residual | HyperBlock)]
+        return MixerStack(mixer)
     head = None if ends.output_streams else load_head()
     return HyperStack([layer for layer in layers if isinstance(layer, HyperBlock)], ends, streams, head)

@@ -20,11 +20,9 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.fingerprint import HashedTensors, fingerprint
 from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.random_tensors import ALGORITHM
-from deltaline_server.layers.block import Layer
 from deltaline_server.layers.experts import expert_test_sizes
-from deltaline_server.layers.hyper_connection import HyperBlock
 from deltaline_server.layers.shapes import AttentionShape
-from deltaline_server.layers.stack import Stack, make_stack
+from deltaline_server.layers.stack import SpanLayer, Stack, make_stack
 from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_state
 from deltaline_server.layers.streams import StreamEnds, span_ends
 from deltaline_server.models.config import CONFIG_FILE, ModelConfig, Scope
@@ -200,7 +198,7 @@ def _load(plan: ModelPlan, options: ModelOptions, report: Callable[[int, int], o
     """Load the planned layers. Raises RuntimeError where there is no room."""
     requested = options.adapters
     store = None if requested is None else AdapterStore(plan.layout, requested.num_places, requested.max_rank)
-    layers: dict[int, Layer | HyperBlock] = {}
+    layers: dict[int, SpanLayer] = {}
     for number in plan.layers:
         report(len(layers), len(plan.layers))
         adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)

@@ -6,6 +6,7 @@ Names and shapes are checked against the config; one rank's share is packed for 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.checkpoints.random_tensors import RandomTensors
 from deltaline_server.checkpoints.respelled import RespelledTensors
 from deltaline_server.layers.attention import AttentionFamily
-from deltaline_server.layers.block import Blocks, Layer
+from deltaline_server.layers.block import Block, Blocks, Layer, Residual
 from deltaline_server.layers.experts import one_by_one
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
@@ -117,7 +118,9 @@ class LayerLoader:
     ) -> None:
         source = RespelledTensors(source, config.family.spellings)
         self._source, self._config = source, config
-        self._placement = placement
+        # Of streams another thing than a sum is behind a branch.
+        leaves_summands = scope is Scope.BLOCK and config.streams is None
+        self._placement = replace(placement, leaves_summands=leaves_summands)
         self._kinds = kinds = layer_kinds(config, layers, scope)
         distinct = dict.fromkeys(kinds.values())
         self._modules = {kind: served_modules(config, kind, scope) for kind in distinct}
@@ -132,7 +135,7 @@ class LayerLoader:
         """Load the mixer of a layer, with these adapters' slots."""
         return self._mixers[self._kinds[layer].mixer].mixer(self.reader(layer), adapters)
 
-    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer | HyperBlock:
+    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Block | Residual | HyperBlock:
         """Load a layer and what surrounds its mixer, with these adapters' slots."""
         return self._blocks[self._kinds[layer]].block(self.reader(layer), self.mixer(layer, adapters), adapters)
 
