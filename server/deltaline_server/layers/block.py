@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -54,8 +54,8 @@ class Residual:
         norms_output: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        """norm: `[hidden]` fp32, what a normalised row is multiplied by. ranks: what sums the summands that inner gives,
-        None where it gives the whole."""
+        """norm: `[hidden]` fp32, what a normalised row is multiplied by. ranks: what sums what inner gives; None where
+        that is the whole."""
         self.inner, self.scale, self.norms_output = inner, scale, norms_output
         self.norm, self.eps, self.dtype, self.in_fp32 = norm, eps, dtype, in_fp32
         self._ranks = ranks
@@ -70,24 +70,24 @@ class Residual:
         entered = hidden.to(self.dtype)
         return entered if self.norms_output else rms_norm(entered, self.norm, self.eps)
 
-    def leave(self, made: Tensor, hidden: Tensor) -> Tensor:
-        """Add what inner gave to what the branch was given, `[T, hidden]` each."""
+    def leave(self, made: Tensor, hidden: Tensor, following: Residual | None = None) -> tuple[Tensor, Tensor]:
+        """Add what inner gave to what the branch was given, `[T, hidden]` each, and `enter` the branch that follows: in
+        one launch where ranks have it. Returns both; the first one twice where nothing follows."""
+        residual = hidden.float() if self.in_fp32 else hidden
         if self._ranks is not None:
+            if self._hands_on(following) and self._ranks.joins(made):
+                return self._ranks.join(made, residual, following.norm, following.eps, self.scale)
             made = self._ranks.sum(made)
         if self.norms_output:
             made = rms_norm(made, self.norm, self.eps)
-        return self._residual(hidden).add(made, alpha=self.scale)
+        left = residual.add(made, alpha=self.scale)
+        return left, left if following is None else following.enter(left)
 
-    def go_on(self, made: Tensor, hidden: Tensor, following: Residual) -> tuple[Tensor, Tensor]:
-        """`leave`, and `enter` the branch behind this one: in one launch where ranks have it."""
-        is_plain = not (self.norms_output or following.norms_output) and following.dtype is made.dtype
-        if is_plain and self._ranks is not None and self._ranks.joins(made):
-            return self._ranks.join(made, self._residual(hidden), following.norm, following.eps, self.scale)
-        left = self.leave(made, hidden)
-        return left, following.enter(left)
-
-    def _residual(self, hidden: Tensor) -> Tensor:
-        return hidden.float() if self.in_fp32 else hidden
+    def _hands_on(self, following: Residual | None) -> TypeGuard[Residual]:
+        """Whether the norm of the branch that follows is next, in the same dtype."""
+        if following is None or self.norms_output or following.norms_output:
+            return False
+        return following.dtype is self.dtype
 
 
 class Mlp:

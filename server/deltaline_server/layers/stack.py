@@ -7,6 +7,7 @@ in the same layer or in the next, are one call of the kernels, norm included, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -21,18 +22,18 @@ class PlainStack:
     """Layers one after the other, each branch of them handing on to the next."""
 
     def __init__(self, layers: Sequence[Block | Residual]) -> None:
-        # Each branch with the place of its layer.
-        self._branches = [(i, branch) for i, layer in enumerate(layers) for branch in layer.branches]
+        # Each branch with the place of its layer, and the one that follows.
+        branches = [(i, branch) for i, layer in enumerate(layers) for branch in layer.branches]
+        following = [branch for _, branch in branches[1:]]
+        self._branches = [(*one, next_one) for one, next_one in zip_longest(branches, following)]
 
     def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the layers' states."""
-        (place, branch), *rest = self._branches
-        entered = branch.enter(hidden)
-        for next_place, following in rest:
+        entered = self._branches[0][1].enter(hidden)
+        for place, branch, following in self._branches:
             made = branch.inner.forward(entered, rows, states[place], tiles)
-            hidden, entered = branch.go_on(made, hidden, following)
-            place, branch = next_place, following
-        return branch.leave(branch.inner.forward(entered, rows, states[place], tiles), hidden)
+            hidden, entered = branch.leave(made, hidden, following)
+        return hidden
 
 
 class MixerStack:

@@ -66,9 +66,9 @@ def test_residuals_have_the_dtype_that_the_config_asks_for(
     served, hidden, dtypes = serve(oracle.options(device)), 64 * torch.randn(40, HIDDEN).bfloat16(), []
     leave = Residual.leave
 
-    def spy(self: Residual, *inputs: Any) -> Tensor:
+    def spy(self: Residual, *inputs: Any) -> tuple[Tensor, Tensor]:
         made = leave(self, *inputs)
-        dtypes.append(made.dtype)
+        dtypes.append(made[0].dtype)
         return made
 
     monkeypatch.setattr(Residual, "leave", spy)
