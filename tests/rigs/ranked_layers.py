@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deltaline_server.layers.state_pool import LayerState
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, open_weights
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 
 # Of 2 key-value heads, 4 ranks have the same one by twos; likewise of Mamba2's 2 groups, whose norm has one.
 _LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 
 ALL = slice(None)
 

@@ -32,7 +32,7 @@ from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore, store_bytes
 from deltaline_server.models.servable import Auto, auto_spans, layer_kinds, left_out, spans_text
 from deltaline_server.models.weights import CPU, LayerLoader, random_init
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 from deltaline_server.step import SpanShapes
 
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
@@ -84,10 +84,11 @@ class Model:
     """Layers in spans.
 
     Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); ends (of each span: what a token
-    is); hidden_size; dtype and numpy_dtype of hidden states; device; shapes (of the layers' mixers on this rank);
-    block_sizes (the self-test's arguments for what blocks have beside mixers: residual streams, experts); layout (of
-    what adapters may change); adapters (their places, None where there are none); paged_spans (those with attention
-    layers, which keep pages); left_out (what AUTO left to the orchestrator, and why, in one line; else empty).
+    is); hidden_size; dtype and numpy_dtype of hidden states; device; world_size (ranks that
+    share it); shapes (of the layers' mixers on this rank); block_sizes (the self-test's arguments for what blocks have
+    beside mixers: residual streams, experts); layout (of what adapters may change); adapters (their places, None where
+    there are none); paged_spans (those with attention layers, which keep pages); left_out (what AUTO left to the
+    orchestrator, and why, in one line; else empty).
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Model:
         self.hidden_size = config.hidden_size
         self.dtype = placement.dtype
         self.numpy_dtype = NUMPY_DTYPES[placement.dtype]
-        self.device = placement.device
+        self.device, self.world_size = placement.device, placement.world_size
         self.shapes = tuple(shapes[layer] for layer in plan.layers)
         self.block_sizes: dict[str, Any] = {"streams": plan.streams, "hidden": config.hidden_size}
         if plan.loader.experts is not None:
@@ -114,7 +115,7 @@ class Model:
         self.adapters = adapters
         self.left_out = plan.left_out
         self._stacks = tuple(stacks)
-        self._weights = weights
+        self._weights, self._ranks = weights, placement.ranks
         self.paged_spans = frozenset(
             i for i, span in enumerate(plan.spans) if any(isinstance(shapes[layer], AttentionShape) for layer in span)
         )
@@ -157,7 +158,7 @@ class Model:
     ) -> Tensor:
         """Run the layers of a span over hidden `[T, input width]`, not mutated, to `[T, output width]`.
 
-        Mutates the write lines of `pool`.
+        Mutates the write lines of `pool`. Over ranks hidden is rank 0's: what the others give becomes that.
 
         new_pages: as StatePool.put_pages takes them, those that begin among the rows' tokens; None for none, and where
         the span has no attention layers.
@@ -165,6 +166,8 @@ class Model:
         adapter_slots: int32 `[N]`, contiguous, the place of each row's adapter, -1 for none; None where no row has one.
         Raises ValueError: rows with adapters, and no places for any.
         """
+        if self._ranks is not None:
+            self._ranks.broadcast(hidden)
         if new_pages is not None:
             pool.put_pages(new_pages)
         tiles = None

@@ -168,7 +168,7 @@ def _share_mlps(config: ModelConfig, mlps: Collection[MlpKind | None], world_siz
     """
     inner = config.intermediate_size
     if MlpKind.DENSE in mlps and inner % world_size:
-        raise ModelError(f"world_size: expected a divisor of intermediate_size {inner}, got {world_size}")
+        raise ModelError(f"--tensor-parallel: expected a divisor of intermediate_size {inner}, got {world_size}")
     if config.experts is None or MlpKind.MIXTURE_OF_EXPERTS not in mlps:
         return None
     return config.experts.shard(world_size)
