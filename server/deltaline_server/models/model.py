@@ -20,6 +20,8 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.fingerprint import HashedTensors, fingerprint
 from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.random_tensors import ALGORITHM
+from deltaline_server.checkpoints.read_ahead import ReadAhead
+from deltaline_server.checkpoints.staging import CudaStaging
 from deltaline_server.layers.block import Layer
 from deltaline_server.layers.experts import expert_test_sizes
 from deltaline_server.layers.hyper_connection import HyperBlock
@@ -27,6 +29,7 @@ from deltaline_server.layers.shapes import AttentionShape
 from deltaline_server.layers.stack import Stack, make_stack
 from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_state
 from deltaline_server.layers.streams import StreamEnds, span_ends
+from deltaline_server.memory.pinning import CudaPinning, HostMemory
 from deltaline_server.models.config import CONFIG_FILE, ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore, store_bytes
@@ -201,7 +204,10 @@ def _load(plan: ModelPlan, options: ModelOptions, report: Callable[[int, int], o
     requested = options.adapters
     store = None if requested is None else AdapterStore(plan.layout, requested.num_places, requested.max_rank)
     layers: dict[int, Layer | HyperBlock] = {}
-    for number in plan.layers:
+    order = plan.layers
+    if isinstance(plan.hashed, ReadAhead):
+        order = plan.hashed.begin({number: plan.loader.stored(number) for number in plan.layers})
+    for number in order:
         report(len(layers), len(plan.layers))
         adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
         load = plan.loader.block if options.scope is Scope.BLOCK else plan.loader.mixer
@@ -268,7 +274,7 @@ class ModelPlan:
     layers: list[int]
     layout: AdapterLayout
     loader: LayerLoader
-    hashed: HashedTensors | None
+    hashed: HashedTensors | ReadAhead | None
     left_out: str
 
 
@@ -299,7 +305,9 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
         layers = sorted(layer for span in spans for layer in span)
         dtype = options.dtype or getattr(torch, config.dtype or "float32")
         placement = Placement(_with_index(device), dtype, options.rank, options.world_size, options.ranks)
-        hashed = HashedTensors(checkpoint) if hashes and checkpoint is not None else None
+        hashed: HashedTensors | ReadAhead | None = None
+        if hashes and checkpoint is not None:
+            hashed = stack.enter_context(_hashed(checkpoint, placement.device))
         source = hashed or checkpoint or random_init(config, layers, options.scope, options.seed, placement.device)
         loader = LayerLoader(source, config, layers, options.scope, placement)
         streams = config.streams if options.scope is Scope.BLOCK else None
@@ -310,6 +318,22 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
         layout = AdapterLayout(config, options.scope, layers, placement)
         num_streams = 0 if streams is None else streams.count
         yield ModelPlan(config, spans, ends, num_streams, layers, layout, loader, hashed, left)
+
+
+@contextmanager
+def _hashed(checkpoint: Checkpoint, device: torch.device) -> Iterator[HashedTensors | ReadAhead]:
+    """What reads a checkpoint for a device, and hashes what it reads; what memory it had is given back at the end."""
+    if device.type == "cpu":  # which computes with what the kernel maps
+        yield HashedTensors(checkpoint)
+        return
+    memory = HostMemory(CudaPinning(device))
+    try:
+        with ReadAhead(checkpoint, CudaStaging(device, memory.allocate)) as source:
+            yield source
+    finally:
+        torch.cuda.synchronize(device)  # nothing is copied from its memory any more
+        memory.close()
+        torch.cuda.empty_cache()
 
 
 def _choose_spans(config: ModelConfig, options: ModelOptions) -> tuple[tuple[range, ...], str]:

@@ -115,8 +115,7 @@ class LayerLoader:
     def __init__(
         self, source: TensorSource, config: ModelConfig, layers: Sequence[int], scope: Scope, placement: Placement
     ) -> None:
-        source = RespelledTensors(source, config.family.spellings)
-        self._source, self._config = source, config
+        self._source, self._config = RespelledTensors(source, config.family.spellings), config
         self._placement = placement
         self._kinds = kinds = layer_kinds(config, layers, scope)
         distinct = dict.fromkeys(kinds.values())
@@ -126,7 +125,7 @@ class LayerLoader:
         shares = {kind: config.shapes[kind.mixer].shard(placement.world_size) for kind in distinct}
         self.shapes: dict[int, MixerShape] = {i: shares[kind] for i, kind in kinds.items()}
         self.experts = _share_mlps(config, {kind.mlp for kind in distinct}, placement.world_size)
-        self._prefix = _check_tensors(source, config, kinds, scope)
+        self._prefix, self._names = _check_tensors(self._source, config, kinds, scope)
 
     def mixer(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer:
         """Load the mixer of a layer, with these adapters' slots."""
@@ -135,6 +134,10 @@ class LayerLoader:
     def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer | HyperBlock:
         """Load a layer and what surrounds its mixer, with these adapters' slots."""
         return self._blocks[self._kinds[layer]].block(self.reader(layer), self.mixer(layer, adapters), adapters)
+
+    def stored(self, layer: int) -> list[str]:
+        """The names of the source's tensors of which a layer is loaded."""
+        return [part for name in self._names[layer] for part in self._source.stored(name)]
 
     def check_head(self) -> None:
         """Raise ModelError unless the source has the head of a model with streams."""
@@ -174,8 +177,11 @@ def _share_mlps(config: ModelConfig, mlps: Collection[MlpKind | None], world_siz
     return config.experts.shard(world_size)
 
 
-def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int, LayerKind], scope: Scope) -> str:
-    """Return the prefix of the layers' tensors. Raises ModelError on the first tensor that is not as expected."""
+def _check_tensors(
+    source: TensorSource, config: ModelConfig, kinds: Mapping[int, LayerKind], scope: Scope
+) -> tuple[str, dict[int, list[str]]]:
+    """Return the prefix of the layers' tensors, and the names of each layer's. Raises ModelError on the first tensor
+    that is not as expected."""
     found: dict[str, set[str]] = {}
     for name in source.names:
         prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
@@ -185,7 +191,7 @@ def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int
         raise ModelError(f"layers: expected tensors named {' or '.join(PREFIXES)}N, got {sorted(found) or 'none'}")
     [(prefix, names)] = found.items()
     of_kind = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
-    stored = config.family.blocks.experts
+    stored, found_names = config.family.blocks.experts, dict[int, list[str]]()
     for i, kind in kinds.items():
         held = {name.removeprefix(f"{i}.") for name in names if name.startswith(f"{i}.")}
         is_stacked = stored.stacks[0] in held or not any(".experts.0." in name for name in held)
@@ -201,7 +207,8 @@ def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int
             raise ModelError(f"{prefix}{i}.{name}: expected no such tensor in a served layer, found one{_reason(name)}")
         for name, shape in expected.items():
             _check_tensor(source, f"{prefix}{i}.{name}", shape)
-    return prefix
+        found_names[i] = [f"{prefix}{i}.{name}" for name in expected]
+    return prefix, found_names
 
 
 def _reason(name: str) -> str:
