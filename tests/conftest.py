@@ -109,6 +109,10 @@ def _write_checkpoint(
     }
     nemotron = {
         "layers_block_type": ["linear_attention"] * layers,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
         "chunk_size": 32,
         "mamba_num_heads": value_heads,
         "mamba_head_dim": head_dim,
@@ -199,8 +203,10 @@ def _write_checkpoint(
             elif weight.ndim == 1:
                 weight.normal_(1.0 if name.endswith(around_one) else 0.0, 0.3, generator=generator)
             else:
-                inputs = weight.shape[2] if name.endswith(("gate_up_proj", "down_proj")) else weight[0].numel()
-                weight.normal_(0, inputs**-0.5, generator=generator)
+                weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith(".e_score_correction_bias"):
+                buffer.normal_(0, 0.3, generator=generator)
     model = model.to(getattr(torch, dtype)).eval()
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from deltaline_server.checkpoints.config_reader import ConfigReader, ModelError, read_json_object
+from deltaline_server.checkpoints.modules import Activation
 from deltaline_server.errors import shown
-from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, MixerShape, QkNorm
+from deltaline_server.layers.shapes import SOFTMAX, AttentionShape, ExpertsShape, MixerShape, QkNorm
 from deltaline_server.layers.streams import StreamConfig, stream_config
 from deltaline_server.models.families import FAMILIES, MAMBA_SSM, Family
-from deltaline_server.models.parts import MAX_SIZE, LayerConfig, MixerKind, MlpKind
+from deltaline_server.models.parts import MAX_SIZE, LayerConfig, LayerKind, MixerKind, MlpKind
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
@@ -27,6 +28,16 @@ BEFORE: dict[str, Any] = {
     "is_gated": True,
     "qk_norm": QkNorm.HEAD,
     "scale": None,
+    "activation": Activation.SILU,
+    "scoring": SOFTMAX,
+    "num_groups": 1,
+    "top_groups": 1,
+    "weight_scale": 1.0,
+    "has_out_bias": None,
+    "norms_first": False,
+    "input_scale": 1.0,
+    "output_scale": 1.0,
+    "section_scales": None,
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -127,6 +138,12 @@ class ModelConfig:
         config.require(family.activation, "silu", default="silu")
         layers = family.layers(config)
         shapes, unserved = _mixer_shapes(config, family, layers)
+        if family.mlp_activation is not None:
+            try:
+                activation = family.blocks.mlp.activation
+                config.require(family.mlp_activation, activation, default=activation)
+            except ModelError as error:
+                unserved[MlpKind.DENSE] = str(error)
         experts = None
         if family.experts is not None and any(layer.mlp is MlpKind.MIXTURE_OF_EXPERTS for layer in layers):
             try:
@@ -161,8 +178,8 @@ def _mixer_shapes(
     """The shapes of the layers' mixers, and why those of a kind can't be served. Raises ModelError naming the key."""
     shapes: dict[MixerKind, MixerShape] = {}
     unserved: dict[MixerKind | MlpKind, str] = {}
-    for kind in dict.fromkeys(layer.mixer for layer in layers):
-        if kind is None or kind not in family.mixers:
+    for kind in dict.fromkeys(part for layer in layers for part in LayerKind(layer.mixer).mixers):
+        if kind not in family.mixers:
             continue
         try:
             shapes[kind] = family.mixers[kind].read(config)

@@ -94,8 +94,9 @@ class AttentionKeys:
     it, kv_heads are as many as heads, head_dim is hidden_size / heads.
 
     name: what stands before the names of a mixer's tensors. rotates: whether a config has rotary embeddings, None where
-    all have.
-    scale: the key of what multiplies the products of queries and keys, None where the head's size says it.
+    all have; rotary: None where none has.
+    scale: the key of what multiplies the products of queries and keys, None where the head's size says it. bias: the key
+    of whether projections have biases, None where they have none.
     """
 
     heads: int | None = None
@@ -105,9 +106,10 @@ class AttentionKeys:
     name: str = "self_attn."
     is_gated: bool = False
     qk_norm: QkNorm = QkNorm.NONE
-    rotary: RotaryKeys = RotaryKeys()
+    rotary: RotaryKeys | None = RotaryKeys()
     rotates: Callable[[ConfigReader], bool] | None = None
     scale: str | None = None
+    bias: str | None = "attention_bias"
 
     def read(self, config: ConfigReader) -> AttentionShape:
         """Read their sizes. Raises ModelError naming the key, also of a kind of rotary embedding that is not served."""
@@ -119,7 +121,7 @@ class AttentionKeys:
             raise config.fail("num_attention_heads", f"a multiple of num_key_value_heads ({kv_heads})")
         head_dim = self._head_dim(config, heads)
         rotary_dim, theta = 0, 1.0
-        if self.rotates is None or self.rotates(config):
+        if self.rotary is not None and (self.rotates is None or self.rotates(config)):
             rotary_dim, theta = self.rotary.read(config, head_dim)
         return AttentionShape(
             num_heads=heads,
@@ -128,7 +130,7 @@ class AttentionKeys:
             rotary_dim=rotary_dim,
             rope_theta=theta,
             max_positions=config.integer("max_position_embeddings", 1, MAX_POSITIONS, default=self.positions),
-            has_bias=config.flag("attention_bias", default=False),
+            has_bias=self.bias is not None and config.flag(self.bias, default=False),
             is_gated=self.is_gated,
             qk_norm=self.qk_norm,
             scale=None if self.scale is None else config.positive(self.scale, default=1.0),
