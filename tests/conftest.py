@@ -157,6 +157,9 @@ def _write_checkpoint(
         made = transformers.Mamba2Config(**config | overrides)
     elif model_type == "bamba":
         made = transformers.BambaConfig(**config | beside_attention | {"intermediate_size": intermediate} | overrides)
+    elif model_type == "falcon_h1":
+        sizes = {"intermediate_size": intermediate, "head_dim": 16, "mamba_d_ssm": 2 * hidden}
+        made = transformers.FalconH1Config(**config | beside_attention | sizes | overrides)
     elif model_type == "granitemoehybrid":
         mlp = {"num_local_experts": 0, "intermediate_size": 32, "shared_intermediate_size": intermediate}
         made = transformers.GraniteMoeHybridConfig(**config | beside_attention | mlp | overrides)
@@ -180,6 +183,7 @@ def _write_checkpoint(
     classes = {
         "mamba2": "Mamba2ForCausalLM",
         "bamba": "BambaForCausalLM",
+        "falcon_h1": "FalconH1ForCausalLM",
         "olmo_hybrid": "OlmoHybridForCausalLM",
         "granitemoehybrid": "GraniteMoeHybridForCausalLM",
         "nemotron_h": "NemotronHForCausalLM",

@@ -21,7 +21,7 @@ from deltaline_server.snapshots.tiers import layer_numbers
 TOLERANCE = 1e-4
 MIXERS = ("mixer", "mamba", "linear_attn", "self_attn")
 MAX_DRAFT, PAGE_SIZE = 4, 16
-MAMBA = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid")
+MAMBA = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid", "falcon_h1")
 WITHOUT_POSITIONS = ("mamba2", "nemotron_h")
 
 
@@ -71,6 +71,11 @@ class Oracle:
                 masks = {"attention_mask": mask if is_attention else None} if has_mask else {}
                 made = layer(x, **arguments, **masks)
                 x = made[0] if isinstance(made, tuple) else made
+            elif config.model_type == "falcon_h1":
+                made = layer.mamba(x, cache_params=cache) * layer.ssm_out_multiplier
+                attended = x * layer.attention_in_multiplier
+                attended = layer.self_attn(attended, attention_mask=mask, **arguments)[0]
+                x = made + attended * layer.attn_out_multiplier
             elif is_attention:
                 x = mixer(x, attention_mask=mask, **arguments)[0]
             elif kind in ("mlp", "moe"):

@@ -1,14 +1,14 @@
 """The layers of a span, and what a decoder block has around its mixer: norms, residuals and an MLP.
 
-A block is one branch or two: norm, mixer, residual, norm, MLP, residual; or norm, mixer or MLP, residual. Layers compute
-on packed tokens, and follow the checkpoint's model in its dtypes: norms in fp32 and rounded once, residuals in the dtype
-that the config asks for. Everywhere `adapters` are the device's memory of adapters for a layer's projections, none on a
-server without adapters, and `tiles` the tokens of a batch that have adapters, None where none has.
+A block is one branch or two: norm, mixer, residual, norm, MLP, residual; or norm, mixer or MLP, residual. Layers
+compute on packed tokens, and follow the checkpoint's model in its dtypes: norms in fp32 and rounded once, residuals in
+the dtype that the config asks for. Everywhere `adapters` are the device's memory of adapters for a layer's projections,
+none on a server without adapters, and `tiles` the tokens of a batch that have adapters, None where none has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import MLP, Activation, MlpNames, Module, Packed, mlp_modules
 from deltaline_server.layers.experts import EXPERTS, ExpertNames, Experts, expert_tensors
 from deltaline_server.layers.norm import rms_norm
-from deltaline_server.layers.projection import load_projection
+from deltaline_server.layers.projection import load_projection, scaled
 from deltaline_server.layers.shapes import ExpertsShape
 
 
@@ -83,9 +83,11 @@ class Mlp:
         *,
         activation: Activation = Activation.SILU,
         has_bias: bool,
+        scales: Sequence[float] = (1.0, 1.0),
     ) -> None:
-        """Load it. The rows of gate_up are gate | up, or up alone."""
+        """Load it. The rows of gate_up are gate | up, or up alone. scales: of gates, and of the output."""
         self._activation = activation
+        self._gate_scale, self._scale = scales
         self.gate_up = load_projection(reader, Packed.GATE_UP, adapters, has_bias=has_bias)
         self.down = load_projection(reader, Packed.DOWN, adapters, has_bias=has_bias)
 
@@ -95,7 +97,7 @@ class Mlp:
         if self._activation is Activation.RELU2:
             return self.down(F.relu(inner).square(), tiles)
         gate, up = inner.chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up, tiles)
+        return scaled(self.down(F.silu(scaled(gate, self._gate_scale)) * up, tiles), self._scale)
 
 
 class Block:
@@ -134,8 +136,8 @@ class Blocks:
     """The blocks of a model: a branch for each norm, around the mixer, and then around an MLP or experts.
 
     intermediate_size: of the MLP. in_fp32: whether sums are kept in fp32. experts: None where there is an MLP, if any.
-    has_mlp_bias: whether its projections have biases. scale: of what branches add. has_mixer: whether there is one;
-    has_mlp: whether there is an MLP or a mixture of experts.
+    has_mlp_bias: whether its projections have biases. scale: of what branches add. mlp_scales: as Mlp has them.
+    has_mixer: whether there is one; has_mlp: whether there is an MLP or a mixture of experts.
     """
 
     stored: BlockNames
@@ -146,6 +148,7 @@ class Blocks:
     experts: ExpertsShape | None = None
     has_mlp_bias: bool = False
     scale: float = 1.0
+    mlp_scales: tuple[float, ...] = (1.0, 1.0)
     has_mixer: bool = True
     has_mlp: bool = True
 
@@ -186,7 +189,8 @@ class Blocks:
             inner.append(Experts(reader, self.stored.experts, self.hidden_size, self.experts))
         elif self.has_mlp:
             activation = self.stored.mlp.activation
-            inner.append(Mlp(reader, adapters, activation=activation, has_bias=self.has_mlp_bias))
+            has_bias, scales = self.has_mlp_bias, self.mlp_scales
+            inner.append(Mlp(reader, adapters, activation=activation, has_bias=has_bias, scales=scales))
         branches = [
             Residual(
                 layer,

@@ -9,7 +9,6 @@ from typing import Any, Self
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import Activation
 
-
 # How experts are scored by their logits.
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
@@ -72,11 +71,11 @@ class Mamba2Shape(RecurrentShape):
     """Sizes and constants of a Mamba2 mixer: the key heads are its groups G, with B and C of S = key_dim channels; the
     value heads are its heads, with x of P = value_dim channels.
 
-    norm_groups: parts of the channels that the gated norm takes one by one, 0 where there is only a gate. dt_limit: least
-    and greatest time step. has_conv_bias, has_bias: whether the convolution has a bias, and whether both projections
-    have; has_out_bias: whether the second one has, None for as the first. norms_first: whether the norm is before the
-    gate. input_scale, output_scale: what input and output are multiplied by; section_scales: what the parts z, x, B, C
-    and dt of the first projection are, None where nothing.
+    norm_groups: parts of the channels that the gated norm takes one by one, 0 where there is only a gate. dt_limit:
+    least and greatest time step. has_conv_bias, has_bias: whether the convolution has a bias, and whether both
+    projections have; has_out_bias: whether the second one has, None for as the first. norms_first: whether the norm is
+    before the gate. input_scale, output_scale: what input and output are multiplied by; section_scales: what the parts
+    z, x, B, C and dt of the first projection are, None where nothing.
     """
 
     norm_groups: int
@@ -197,11 +196,11 @@ MixerShape = GatedDeltaNetShape | Mamba2Shape | AttentionShape
 class ExpertsShape:
     """Sizes of a mixture of experts, of the whole layer or of one rank's share.
 
-    A token has `top_k` of `num_experts`, those of the largest score, and one more that all tokens have, behind a gate if
-    has_shared_gate. intermediate_size: of each expert; shared_size: of that one. normalises: whether the weights of a
-    token's experts are divided by their sum. scoring: a softmax over the logits, or the sigmoid of each, to which a bias
-    is added where experts are chosen. num_groups: of experts; a token's are in the top_groups best. weight_scale: of the
-    weights of those that are chosen.
+    A token has `top_k` of `num_experts`, those of the largest score, and one more that all tokens have, behind a gate
+    if has_shared_gate. intermediate_size: of each expert; shared_size: of that one. normalises: whether the weights of
+    a token's experts are divided by their sum. scoring: a softmax over the logits, or the sigmoid of each, to which a
+    bias is added where experts are chosen. num_groups: of experts; a token's are in the top_groups best. weight_scale:
+    of the weights of those that are chosen.
     """
 
     num_experts: int

@@ -38,6 +38,7 @@ BEFORE: dict[str, Any] = {
     "input_scale": 1.0,
     "output_scale": 1.0,
     "section_scales": None,
+    "mlp_scales": None,
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -61,7 +62,8 @@ class ModelConfig:
     shapes: of its mixers, by kind; of a kind that can't be served there is none, and unserved may say why.
     residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer. streams: its hyper-connections,
     None where it has one plain residual. experts: of the layers that have them, None where
-    there are none or they can't be served. residual_multiplier: of what a branch adds to the residual.
+    there are none or they can't be served. residual_multiplier: of what a branch adds to the residual. mlp_scales: what
+    gates of dense MLPs and their outputs are multiplied by, None where nothing.
     """
 
     model_type: str
@@ -77,6 +79,7 @@ class ModelConfig:
     experts: ExpertsShape | None = None
     has_mlp_bias: bool = False
     residual_multiplier: float = 1.0
+    mlp_scales: tuple[float, ...] | None = None
 
     @property
     def family(self) -> Family:
@@ -169,6 +172,7 @@ class ModelConfig:
             experts=experts,
             has_mlp_bias=family.mlp_bias is not None and config.flag(family.mlp_bias, default=False),
             residual_multiplier=multiplier,
+            mlp_scales=None if family.mlp_scales is None else config.positives(family.mlp_scales, 2),
         )
 
 

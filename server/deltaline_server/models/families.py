@@ -24,6 +24,7 @@ from deltaline_server.models.layer_patterns import (
     mamba2_layers,
     mamba_ssm_layers,
     one_part_layers,
+    parallel_layers,
     sparse_layers,
 )
 from deltaline_server.models.mixer_keys import (
@@ -43,17 +44,16 @@ class Family:
     """What the checkpoints of a model type have in common.
 
     layers: reads which parts each layer has. mixers: by kind, how their configs are read; a kind that is not here is
-    not served yet. blocks: how what surrounds a mixer is stored, and what its norms multiply by; attention_blocks:
-    of attention, None for the same. experts: how the configs of layers with a mixture of them are read, None where
-    they are not served yet.
-    text: the key that has the language model's config, "" where it is the config itself. beside: the beginnings of the
-    names of modules that belong to no layer.
-    spellings: tensors of a layer that may be stored under other names, or in parts, row behind row.
-    activation: the key that must say silu; mlp_activation: the one that must say what the blocks' MLP computes, None where
-    it is the same. eps, default_eps: the key of the norms' epsilon, and what it is where a
-    config does not say, None where it must. hidden: the key of the hidden size. inner: the key of the size of dense
-    MLPs, None where there are none. mlp_bias: the key of whether they have biases, None where they have none.
-    residual_multiplier: the key of what multiplies what branches add, None where nothing does. sums_in_fp32: whether
+    not served yet. blocks: how what surrounds a mixer is stored, and what its norms multiply by; attention_blocks: of
+    attention, None for the same. experts: how the configs of layers with a mixture of them are read, None where they
+    are not served yet. text: the key that has the language model's config, "" where it is the config itself. beside:
+    the beginnings of the names of modules that belong to no layer. spellings: tensors of a layer that may be stored
+    under other names, or in parts, row behind row. activation: the key that must say silu; mlp_activation: the one that
+    must say what the blocks' MLP computes, None where it is the same. eps, default_eps: the key of the norms' epsilon,
+    and what it is where a config does not say, None where it must. hidden: the key of the hidden size. inner: the key
+    of the size of dense MLPs, None where there are none. mlp_bias: the key of whether they have biases, None where they
+    have none. residual_multiplier: the key of what multiplies what branches add, None where nothing does. mlp_scales:
+    the key of what gates and outputs of dense MLPs are multiplied by, None where nothing. sums_in_fp32: whether
     residual_in_fp32 is asked.
     """
 
@@ -70,6 +70,7 @@ class Family:
     hidden: str = "hidden_size"
     inner: str | None = "intermediate_size"
     residual_multiplier: str | None = None
+    mlp_scales: str | None = None
     mlp_bias: str | None = None
     sums_in_fp32: bool = False
     attention_blocks: BlockNames | None = None
@@ -232,6 +233,34 @@ FAMILIES: dict[str, Family] = {
         },
         blocks=BlockNames(("input_layernorm.", "pre_ff_layernorm."), norm_offset=0, mlp=MlpNames("feed_forward.")),
         mlp_bias="mlp_bias",
+    ),
+    "falcon_h1": Family(
+        layers=parallel_layers,
+        mixers={
+            MixerKind.MAMBA2: replace(
+                _BAMBA_MIXER,
+                channels="mamba_d_ssm",
+                norms_groups=True,
+                norm="mamba_rms_norm",
+                norms_first="mamba_norm_before_gate",
+                out_bias="projectors_bias",
+                input_scale="ssm_in_multiplier",
+                output_scale="ssm_out_multiplier",
+                section_scales="ssm_multipliers",
+            ),
+            MixerKind.ATTENTION: AttentionKeys(
+                heads=32,
+                kv_heads=8,
+                positions=8192,
+                key_scale="key_multiplier",
+                input_scale="attention_in_multiplier",
+                output_scale="attention_out_multiplier",
+            ),
+        },
+        blocks=BlockNames(("input_layernorm.", "pre_ff_layernorm."), norm_offset=0, mlp=MlpNames("feed_forward.")),
+        default_eps=1e-5,
+        mlp_bias="mlp_bias",
+        mlp_scales="mlp_multipliers",
     ),
     "granitemoehybrid": Family(
         layers=dense_or_expert_layers,

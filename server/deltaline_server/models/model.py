@@ -84,10 +84,11 @@ class Model:
     """Layers in spans.
 
     Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); ends (of each span: what a token
-    is); hidden_size; dtype and numpy_dtype of hidden states; device; shapes (of the layers' mixers on this rank, in the order of their states in a pool);
-    block_sizes (the self-test's arguments for what blocks have beside mixers: residual streams, experts); layout (of
-    what adapters may change); adapters (their places, None where there are none); paged_spans (those with attention
-    layers, which keep pages); left_out (what AUTO left to the orchestrator, and why, in one line; else empty).
+    is); hidden_size; dtype and numpy_dtype of hidden states; device; shapes (of the layers' mixers on this rank, in the
+    order of their states in a pool); block_sizes (the self-test's arguments for what blocks have beside mixers:
+    residual streams, experts); layout (of what adapters may change); adapters (their places, None where there are
+    none); paged_spans (those with attention layers, which keep pages); left_out (what AUTO left to the orchestrator,
+    and why, in one line; else empty).
     """
 
     def __init__(

@@ -73,6 +73,7 @@ def block_family(config: ModelConfig, kind: LayerKind) -> BlockFamily:
         config.experts if kind.mlp is MlpKind.MIXTURE_OF_EXPERTS else None,
         config.has_mlp_bias,
         config.residual_multiplier,
+        mlp_scales=config.mlp_scales or (1.0, 1.0),
         has_mixer=kind.mixer is not None,
         has_mlp=kind.mlp is not None,
     )
@@ -114,7 +115,8 @@ def random_init(
 class LayerLoader:
     """Loads served layers from a source, one at a time, for one rank.
 
-    shapes: of each layer's mixers on this rank, those with a state of their own. experts: of the layers that are served with them, None where none is.
+    shapes: of each layer's mixers on this rank, those with a state of their own. experts: of the layers that are served
+    with them, None where none is.
 
     Raises ModelError at construction: a layer is not servable in this scope; a tensor is missing, extra or misshapen;
     its dtype is not one of checkpoint.DTYPES; the heads can't be dealt out to the ranks.

@@ -35,6 +35,10 @@ OLMO = EAGER | {
     "max_position_embeddings": 256,
     "rope_parameters": {"rope_type": "default", "rope_theta": None},
 }
+FALCON = EAGER | {"max_position_embeddings": 256}
+SCALES = {"key_multiplier": 0.3, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9}
+SCALES |= {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7, "ssm_multipliers": [0.35, 0.25, 1.4, 0.5, 0.7]}
+SCALES |= {"mlp_multipliers": [0.88, 0.29]}
 NEMOTRON = {"attn_implementation": "eager", "num_attention_heads": 4, "num_key_value_heads": 2, "key_heads": 4}
 NEMOTRON |= {"mamba_head_dim": 32, "layers_block_type": ["linear_attention", "mlp", "full_attention"]}
 NEMOTRON_EXPERTS = NEMOTRON | {"layers_block_type": ["moe", "linear_attention", "full_attention"]}
@@ -54,6 +58,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-odd-experts": ("granitemoehybrid", GRANITE_EXPERTS | {"num_local_experts": 13, "intermediate_size": 20}),
     "olmo": ("olmo_hybrid", OLMO),
     "olmo-rotary": ("olmo_hybrid", OLMO | {"rope_parameters": {"rope_theta": 50.0}, "attention_bias": True}),
+    "falcon": ("falcon_h1", FALCON),
+    "falcon-scales": ("falcon_h1", FALCON | SCALES),
+    "falcon-norm": ("falcon_h1", FALCON | SCALES | {"mamba_rms_norm": True, "mamba_d_ssm": 96, "mamba_d_head": "auto"}),
+    "falcon-norm-behind": ("falcon_h1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "falcon-biases": (
+        "falcon_h1",
+        FALCON | SCALES | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "mamba_d_ssm": None},
+    ),
+    "falcon-out-bias": ("falcon_h1", FALCON | {"projectors_bias": True, "mamba_conv_bias": False}),
     "nemotron": ("nemotron_h", NEMOTRON),
     "nemotron-biases": ("nemotron_h", NEMOTRON | {"use_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     "nemotron-experts": ("nemotron_h", NEMOTRON_EXPERTS | {"routed_scaling_factor": 2.5}),
