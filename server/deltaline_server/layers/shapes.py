@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.modules import Activation
 
 # How experts are scored by their logits.
 SOFTMAX, SIGMOID = "softmax", "sigmoid"

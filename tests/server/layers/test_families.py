@@ -36,7 +36,7 @@ OLMO = EAGER | {
     "rope_parameters": {"rope_type": "default", "rope_theta": None},
 }
 FALCON = EAGER | {"max_position_embeddings": 256}
-SCALES = {"key_multiplier": 0.3, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9}
+SCALES: dict[str, Any] = {"key_multiplier": 0.3, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9}
 SCALES |= {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7, "ssm_multipliers": [0.35, 0.25, 1.4, 0.5, 0.7]}
 SCALES |= {"mlp_multipliers": [0.88, 0.29]}
 NEMOTRON = {"attn_implementation": "eager", "num_attention_heads": 4, "num_key_value_heads": 2, "key_heads": 4}
