@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rigs.adapter_cases import PREFIX, adapter_config, plan_adapter, poisoned
 from rigs.layer_oracle import MAX_DRAFT, Served, serve
-from rigs.small_models import BAMBA, EXPERTS, GATED_DELTA_NET, GRANITE, HIDDEN, HYBRID, MAMBA2
+from rigs.small_models import BAMBA, EXPERTS, FALCON, GATED_DELTA_NET, GRANITE, HYBRID, MAMBA2, NEMOTRON
 from torch import Tensor
 
 from deltaline_server.layers.state_pool import LayerState
@@ -28,16 +28,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "interleaved": EXPERTS | _LINEAR | _ATTENTION | {"model_type": "qwen3_next"},
     "streams": HYBRID | _LINEAR | _ATTENTION | {"hc_mult": 2},
     "mamba2": MAMBA2 | {"use_bias": True},
-    "nemotron": {
-        "model_type": "nemotron_h",
-        "hidden_size": HIDDEN,
-        "intermediate_size": 96,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 12,
-        "ssm_state_size": 32,
-        "n_groups": 4,
-        "layers_block_type": ["linear_attention"] * 2,
-    },
+    "nemotron": NEMOTRON,
+    "falcon": FALCON,
+    "falcon-norm": FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1},
     "bamba": BAMBA | {"num_attention_heads": 8, "mlp_bias": True},
     "granite": GRANITE | {"num_attention_heads": 8},
 }

@@ -62,6 +62,11 @@ class Projection:
         return y if self._ranks is None else self._ranks.sum(y)
 
 
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """x times a model's constant, in its dtype; x itself where that is 1."""
+    return x if scale == 1.0 else x * scale
+
+
 def load_projection(
     reader: LayerReader, packed: Packed, adapters: Mapping[Packed, LoraWeights], *, has_bias: bool = False
 ) -> Projection:

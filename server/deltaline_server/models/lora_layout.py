@@ -18,8 +18,6 @@ from deltaline_server.models.weights import PREFIXES, block_family, mixer_family
 PEFT_PREFIX = "base_model.model."
 # The modules of an attention mixer, where the config does not say their shapes.
 ATTENTION_MODULES = frozenset(f"{mixer}.{name}_proj" for mixer in ("self_attn", "mixer") for name in "qkvo")
-# What a layer's MLP is called where it has no mixer; no config says its modules yet.
-ALONE = "mixer."
 # The layer of what a model has beside its layers.
 BESIDE = -1
 
@@ -85,7 +83,9 @@ class AdapterLayout:
         kinds = dict.fromkeys(self._kinds.values())
         self._modules = {kind: served_modules(config, kind, scope) for kind in kinds}
         self._mixers = {
-            kind: {module.name: module for module in mixer_family(config, kind).modules} for kind in config.shapes
+            kind: {module.name: module for module in mixer_family(config, kind).modules}
+            for kind in dict.fromkeys(layer.mixer for layer in config.layers if layer.mixer is not None)
+            if all(part in config.shapes for part in kind.parts)
         }
         any_dense = LayerKind(MixerKind.ATTENTION, MlpKind.DENSE)  # they are the same beside all mixers
         self._mlp = {module.name: module for module in block_family(config, any_dense).modules}
@@ -132,8 +132,6 @@ class AdapterLayout:
         layer = self._config.layers[tensor.layer]
         mixer = {} if layer.mixer is None else self._mixers.get(layer.mixer)
         if mixer is None and tensor.module in ATTENTION_MODULES:
-            return None
-        if layer.mixer is None and tensor.module.startswith(ALONE):
             return None
         blocks = self._config.family.blocks
         of_mlp = tensor.module.startswith((blocks.mlp.name, blocks.experts.name))

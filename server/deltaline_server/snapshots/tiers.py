@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from deltaline_server.config import Config
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.memory.mappings import Pinning
 from deltaline_server.models.model import NUMPY_DTYPES, Model
+from deltaline_server.models.parts import LayerKind
 from deltaline_server.principal import Principal
 from deltaline_server.ranks.ways import Ranks
 from deltaline_server.snapshots.device.shared_transfer import SharedTransfer, ShareTransfer, Told
@@ -169,13 +171,12 @@ def make_share(model: Model, pool: StatePool, way: Ranks) -> ShareTransfer:
 
 def make_layout(model: Model, pool: StatePool) -> StateLayout:
     """The layout of the states of a model, over all ranks, in a server with such a pool."""
-    shapes = model.config.shapes
-    layers = []
-    for span, numbers in enumerate(model.spans):
-        for number in numbers:
-            kind = model.config.layers[number].mixer
-            assert kind is not None
-            layers.append(StateLayer(number, span, shapes[kind]))
+    layers = [
+        StateLayer(number, span, model.config.shapes[mixer])
+        for span, numbers in enumerate(model.spans)
+        for number in numbers
+        for mixer in LayerKind(model.config.layers[number].mixer).mixers
+    ]
     return StateLayout(
         tuple(sorted(layers, key=lambda layer: layer.number)),
         num_spans=len(model.spans),
@@ -187,5 +188,6 @@ def make_layout(model: Model, pool: StatePool) -> StateLayout:
 
 
 def layer_numbers(model: Model) -> list[int]:
-    """The numbers of the layers of a model, in the order in which its pool has them."""
-    return [number for numbers in model.spans for number in numbers]
+    """The layer's number of each state of a model's pool, in the order in which that has them."""
+    layers = model.config.layers
+    return [number for number in sorted(itertools.chain(*model.spans)) for _ in LayerKind(layers[number].mixer).mixers]
