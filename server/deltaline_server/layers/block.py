@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -56,40 +56,30 @@ class Residual:
         norms_output: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        """norm: `[hidden]` fp32, what a normalised row is multiplied by. ranks: what sums what inner gives; None where
-        that is the whole."""
+        """norm: `[hidden]` fp32, what a normalised row is multiplied by. ranks: what sums what branches give where each
+        has a summand; None where inner gives the whole."""
         self.inner, self.scale, self.norms_output = inner, scale, norms_output
         self.norm, self.eps, self.dtype, self.in_fp32 = norm, eps, dtype, in_fp32
-        self._ranks = ranks
-
-    @property
-    def branches(self) -> tuple[Residual, ...]:
-        """Itself, as what a layer of one branch is made of."""
-        return (self,)
+        self.ranks = ranks
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """What inner is given, `[T, hidden]`."""
-        entered = hidden.to(self.dtype)
-        return entered if self.norms_output else rms_norm(entered, self.norm, self.eps)
+        """Return what inner computes on of hidden `[T, hidden]`, in `dtype`."""
+        hidden = hidden.to(self.dtype)
+        return hidden if self.norms_output else rms_norm(hidden, self.norm, self.eps)
 
-    def leave(self, made: Tensor, hidden: Tensor, following: Residual | None = None) -> tuple[Tensor, Tensor]:
-        """Add what inner gave to what the branch was given, `[T, hidden]` each, and `enter` the branch that follows: in
-        one launch where ranks have it. Returns both; the first one twice where nothing follows."""
-        residual = hidden.float() if self.in_fp32 else hidden
-        if self._ranks is not None:
-            if self._hands_on(following) and self._ranks.joins(made):
-                return self._ranks.join(made, residual, following.norm, following.eps, self.scale)
-            made = self._ranks.sum(made)
-        if self.norms_output:
-            made = rms_norm(made, self.norm, self.eps)
-        left = residual.add(made, alpha=self.scale)
-        return left, left if following is None else following.enter(left)
+    def enter_behind(self, made: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return hidden + scale * made, the sum of the branch before this one, and what inner computes on of it."""
+        if self.ranks is not None:
+            if self.ranks.joins(made):
+                return self.ranks.join(made, hidden, self.norm, self.eps, scale)
+            made = self.ranks.sum(made)
+        hidden = hidden.add(made, alpha=scale)
+        return hidden, self.enter(hidden)
 
-    def _hands_on(self, following: Residual | None) -> TypeGuard[Residual]:
-        """Whether the norm of the branch that follows is next, in the same dtype."""
-        if following is None or self.norms_output or following.norms_output:
-            return False
-        return following.dtype is self.dtype
+    def compute(self, entering: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None) -> Tensor:
+        """Return what is to be scaled and added, of ranks a summand; mutates the write lines of `state`."""
+        made = self.inner.forward(entering, rows, state, tiles)
+        return rms_norm(made, self.norm, self.eps) if self.norms_output else made
 
 
 class Mlp:
@@ -119,16 +109,11 @@ class Mlp:
         return scaled(self.down(F.silu(scaled(gate, self._gate_scale)) * up, tiles), self._scale)
 
 
+@dataclass(frozen=True)
 class Block:
-    """A decoder layer of two residual branches: its mixer, then its MLP."""
+    """A decoder layer: its residual branches, the mixer's first. It computes as a part of a stack (stack.py)."""
 
-    def __init__(self, mixer: Residual, mlp: Residual) -> None:
-        self.mixer, self.mlp = mixer, mlp
-
-    @property
-    def branches(self) -> tuple[Residual, ...]:
-        """What it is made of, in their order."""
-        return self.mixer, self.mlp
+    branches: tuple[Residual, ...]
 
 
 @dataclass(frozen=True)
@@ -195,9 +180,7 @@ class Blocks:
             tensors |= {f"{module.name}.bias": (module.rows,) for module in self.modules}
         return tensors
 
-    def block(
-        self, reader: LayerReader, mixer: Layer | None, adapters: Mapping[Packed, LoraWeights]
-    ) -> Block | Residual:
+    def block(self, reader: LayerReader, mixer: Layer | None, adapters: Mapping[Packed, LoraWeights]) -> Block:
         """Load a block around its mixer; None where it has none."""
         place = reader.placement
         inner: list[Layer] = [] if mixer is None else [mixer]
@@ -207,7 +190,7 @@ class Blocks:
             activation = self.stored.mlp.activation
             has_bias, scales = self.has_mlp_bias, self.mlp_scales
             inner.append(Mlp(reader, adapters, activation=activation, has_bias=has_bias, scales=scales))
-        branches = [
+        branches = (
             Residual(
                 layer,
                 self.stored.norm_offset + reader.vector(f"{norm}weight"),
@@ -219,5 +202,5 @@ class Blocks:
                 ranks=place.ranks if place.leaves_summands else None,
             )
             for layer, norm in zip(inner, self.stored.norms, strict=True)
-        ]
-        return branches[0] if len(branches) == 1 else Block(*branches)
+        )
+        return Block(tuple(branches))

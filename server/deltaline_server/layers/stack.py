@@ -1,51 +1,52 @@
 """Stacks: what a span computes, its layers one after the other.
 
-Without streams a layer adds to what it is given. With streams the end of a branch and the beginning of the next one,
-in the same layer or in the next, are one call of the kernels, norm included, whose launches overlap.
+The end of a branch and the beginning of the next one, in the same layer or in the next, are one call of the kernels:
+the sum of the residual, or its streams' mixture, and the norm behind it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, Rows, mhc_post, mhc_post_pre, mhc_pre
-from deltaline_server.layers.block import Block, Layer, Residual
+from deltaline_server.layers.block import Block, Layer
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
 from deltaline_server.step import SpanShapes
 
 
-class PlainStack:
-    """Layers one after the other, each branch of them handing on to the next."""
-
-    def __init__(self, layers: Sequence[Block | Residual]) -> None:
-        # Each branch with the place of its layer, and the one that follows.
-        branches = [(i, branch) for i, layer in enumerate(layers) for branch in layer.branches]
-        following = [branch for _, branch in branches[1:]]
-        self._branches = [(*one, next_one) for one, next_one in zip_longest(branches, following)]
-
-    def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
-        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the layers' states."""
-        entered = self._branches[0][1].enter(hidden)
-        for place, branch, following in self._branches:
-            made = branch.inner.forward(entered, rows, states[place], tiles)
-            hidden, entered = branch.leave(made, hidden, following)
-        return hidden
-
-
 class MixerStack:
-    """A mixer by itself."""
+    """A mixer alone."""
 
     def __init__(self, mixer: Layer) -> None:
         self._mixer = mixer
 
     def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
-        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of its state."""
-        [state] = states
-        return self._mixer.forward(hidden, rows, state, tiles)
+        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the mixer's state, the only one."""
+        return self._mixer.forward(hidden, rows, states[0], tiles)
+
+
+class BlockStack:
+    """Layers whose branches are added to a residual."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        # Each branch with the place of its layer.
+        self._branches = [(i, branch) for i, block in enumerate(blocks) for branch in block.branches]
+
+    def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
+        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the layers' states."""
+        (layer, branch), *others = self._branches
+        residual = hidden.float() if branch.in_fp32 else hidden
+        made = branch.compute(branch.enter(residual), rows, states[layer], tiles)
+        for layer, following in others:
+            residual, entering = following.enter_behind(made, residual, branch.scale)
+            branch = following
+            made = branch.compute(entering, rows, states[layer], tiles)
+        if branch.ranks is not None:
+            made = branch.ranks.sum(made)
+        return residual.add(made, alpha=branch.scale)
 
 
 class HyperStack:
@@ -86,22 +87,20 @@ class HyperStack:
         return residual.flatten(1) if self._head is None else self._head.join(residual)
 
 
-SpanLayer = Layer | Block | Residual | HyperBlock
-"""A mixer, or a layer in block scope."""
-
-Stack = PlainStack | MixerStack | HyperStack
+Stack = MixerStack | BlockStack | HyperStack
 """What a span computes."""
 
 
 def make_stack(
-    layers: Sequence[SpanLayer], ends: SpanShapes, streams: int, load_head: Callable[[], HyperHead]
+    layers: Sequence[Layer | Block | HyperBlock], ends: SpanShapes, streams: int, load_head: Callable[[], HyperHead]
 ) -> Stack:
-    """Make the stack of a span's layers. streams: 0 where layers pass on `[T, hidden]`."""
-    if not streams:
-        blocks = [layer for layer in layers if isinstance(layer, Block | Residual)]
-        if blocks:
-            return PlainStack(blocks)
-        [mixer] = [layer for layer in layers if not isinstance(layer, Block | Residual | HyperBlock)]
-        return MixerStack(mixer)
-    head = None if ends.output_streams else load_head()
-    return HyperStack([layer for layer in layers if isinstance(layer, HyperBlock)], ends, streams, head)
+    """Make the stack of a span's layers, which are of one kind, and one where they are mixers. streams: 0 where layers
+    pass on `[T, hidden]`."""
+    blocks = [layer for layer in layers if isinstance(layer, Block)]
+    if blocks:
+        return BlockStack(blocks)
+    if streams:
+        head = None if ends.output_streams else load_head()
+        return HyperStack([layer for layer in layers if isinstance(layer, HyperBlock)], ends, streams, head)
+    [mixer] = [layer for layer in layers if not isinstance(layer, Block | HyperBlock)]
+    return MixerStack(mixer)

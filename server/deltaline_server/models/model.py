@@ -22,9 +22,11 @@ from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.random_tensors import ALGORITHM
 from deltaline_server.checkpoints.read_ahead import ReadAhead
 from deltaline_server.checkpoints.staging import CudaStaging
+from deltaline_server.layers.block import Block, Layer
 from deltaline_server.layers.experts import expert_test_sizes
+from deltaline_server.layers.hyper_connection import HyperBlock
 from deltaline_server.layers.shapes import AttentionShape, MixerShape
-from deltaline_server.layers.stack import SpanLayer, Stack, make_stack
+from deltaline_server.layers.stack import Stack, make_stack
 from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_state
 from deltaline_server.layers.streams import StreamEnds, span_ends
 from deltaline_server.memory.pinning import CudaPinning, HostMemory
@@ -207,7 +209,7 @@ def _load(plan: ModelPlan, options: ModelOptions, report: Callable[[int, int], o
     """Load the planned layers. Raises RuntimeError where there is no room."""
     requested = options.adapters
     store = None if requested is None else AdapterStore(plan.layout, requested.num_places, requested.max_rank)
-    layers: dict[int, SpanLayer] = {}
+    layers: dict[int, Layer | Block | HyperBlock] = {}
     order = plan.layers
     if isinstance(plan.hashed, ReadAhead):
         order = plan.hashed.begin({number: plan.loader.stored(number) for number in plan.layers})

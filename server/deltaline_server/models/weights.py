@@ -19,7 +19,7 @@ from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.checkpoints.random_tensors import RandomTensors
 from deltaline_server.checkpoints.respelled import RespelledTensors
 from deltaline_server.layers.attention import AttentionFamily
-from deltaline_server.layers.block import Block, Blocks, Layer, Residual
+from deltaline_server.layers.block import Block, Blocks, Layer
 from deltaline_server.layers.experts import one_by_one
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
@@ -126,8 +126,9 @@ class LayerLoader:
         self, source: TensorSource, config: ModelConfig, layers: Sequence[int], scope: Scope, placement: Placement
     ) -> None:
         self._source, self._config = RespelledTensors(source, config.family.spellings), config
-        # Of streams another thing than a sum is behind a branch.
-        leaves_summands = scope is Scope.BLOCK and config.streams is None
+        # Streams have another thing than a sum behind a branch, and a norm there wants the whole.
+        is_plain = config.streams is None and not config.family.blocks.norms_outputs
+        leaves_summands = scope is Scope.BLOCK and is_plain
         self._placement = replace(placement, leaves_summands=leaves_summands)
         self._kinds = kinds = layer_kinds(config, layers, scope)
         distinct = dict.fromkeys(kinds.values())
@@ -148,7 +149,7 @@ class LayerLoader:
         assert kind is not None
         return self._mixers[kind].mixer(self.reader(layer), adapters)
 
-    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Block | Residual | HyperBlock:
+    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Block | HyperBlock:
         """Load a layer and what surrounds its mixer, with these adapters' slots."""
         kind = self._kinds[layer]
         mixer = None if kind.mixer is None else self.mixer(layer, adapters)

@@ -145,8 +145,10 @@ def load_experts(options: ModelOptions) -> Experts:
     """Those of layer 2, on their device."""
     with open_plan(options, options.device) as plan:
         block = plan.loader.block(2, {})
-    assert isinstance(block, Block) and isinstance(block.mlp.inner, Experts)
-    return block.mlp.inner
+    assert isinstance(block, Block)
+    experts = block.branches[1].inner
+    assert isinstance(experts, Experts)
+    return experts
 
 
 def rows_of(num_tokens: int, device: str) -> Rows:
