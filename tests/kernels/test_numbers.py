@@ -17,6 +17,7 @@ from torch import Tensor
 from deltaline_kernels import (
     Modifiers,
     Rows,
+    add_rms_norm,
     compat,
     find_modifier,
     flex_decode,
@@ -67,6 +68,10 @@ def ssd(device: str, one: float) -> list[Tensor]:
 
 def norm(device: str, one: float) -> list[Tensor]:
     return [gated_rms_norm(draw(device, 3, 2, 16), draw(device, 3, 2, 16), fp32(device, 16), one)]
+
+
+def norm_of_sums(device: str, one: float) -> list[Tensor]:
+    return list(add_rms_norm(draw(device, 3, 16), draw(device, 3, 16), fp32(device, 16), one, scale=one))
 
 
 def make_pages(device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,6 +155,7 @@ CALLS: dict[str, Callable[[str, float], list[Tensor]]] = {
         delta,
         ssd,
         norm,
+        norm_of_sums,
         rotary,
         attention,
         dense_attention,

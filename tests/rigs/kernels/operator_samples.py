@@ -73,6 +73,10 @@ def norm(path: Path) -> Given:
     return {"o": draw(path, 3, 2, 8), "z": draw(path, 3, 2, 8), "weight": draw(path, 8), "eps": 1e-6}
 
 
+def rms_norm(path: Path, **more: Any) -> Given:
+    return {"x": draw(path, 3, 8), "weight": normal(8).to(path.device), "eps": 1e-6} | more
+
+
 def rotary(path: Path) -> Given:
     batch = make_rotary_batch([RotaryRow(3, 15), RotaryRow(1)], path, tokens_of_no_row=0)
     return pick(batch, "q k v q_norm k_norm eps rotary k_pages v_pages page_table rows")
@@ -167,6 +171,10 @@ def dense(path: Path, **more: Any) -> Given:
 ROWS = Case([2, 1], [4, 1])
 SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
     "add_lora": [lora],
+    "add_rms_norm": [
+        lambda path: rms_norm(path, residual=draw(path, 3, 8)),
+        lambda path: rms_norm(path, residual=normal(3, 8).to(path.device), scale=0.5),
+    ],
     "causal_conv1d": [
         conv1d,
         lambda path: conv1d(path, split=(16, 16, 16), activation=None),
@@ -237,6 +245,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: streams(path, "residual gates"),
         lambda path: streams(path, "residual gates", out=draw(path, 3, 16)),
     ],
+    "rms_norm": [rms_norm],
     "rotate_and_store": [rotary],
     "route_tokens": [
         lambda path: {"logits": draw(path, 3, 9), "router": Router(2, num_shared=1, shared_gate=True)},
