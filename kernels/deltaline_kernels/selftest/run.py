@@ -90,7 +90,7 @@ def run_selftest(
         rotary_dim, page_size: of attention alone.
         is_gated, norms_heads: whether its outputs have a gate, and whether heads of queries and keys are normalised.
         raw_gates: whether the gated delta rule is given decays and strengths themselves, strengths of up to 2.
-        streams: residual streams of `hidden` channels; 0: the model mixes none.
+        hidden: channels of the model's hidden states. streams: residual streams of them; 0: the model mixes none.
         mlp_dim: channels of its MLPs between their products; 0: it has none.
         router: how tokens of `hidden` channels choose among `num_experts` experts of `expert_dim` channels, the shared
             ones not counted; None: the model has no experts.

@@ -17,6 +17,7 @@ from kernels.norm.test_hidden_norm import (
     test_norm_of_zeros_is_zero,
     test_sum_and_norm_match_the_reference,
     test_the_norm_is_that_of_the_rounded_sum,
+    test_the_sum_has_the_bits_of_torchs,
 )
 from rigs.kernels.paths import InterpretedPath
 

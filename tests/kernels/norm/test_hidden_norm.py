@@ -55,6 +55,15 @@ def test_sum_and_norm_match_the_reference(path: Path, shape: str, in_fp32: bool,
 
 
 @pytest.mark.parametrize("in_fp32", [False, True], ids=["own-dtype", "fp32"])
+def test_the_sum_has_the_bits_of_torchs(path: Path, in_fp32: bool) -> None:
+    """As that at the end of a span, which torch makes."""
+    x, residual = normal(2, 20, 600).to(path.device, path.dtype)
+    residual = residual.float() if in_fp32 else residual
+    total, _ = path.add_norm(x, residual, torch.ones(600, device=path.device), EPS, 1.0)
+    assert torch.equal(total, residual + x)
+
+
+@pytest.mark.parametrize("in_fp32", [False, True], ids=["own-dtype", "fp32"])
 def test_the_norm_is_that_of_the_rounded_sum(path: Path, in_fp32: bool) -> None:
     """As a model's, which adds and then normalises. Of the sum as it was before, a third of the bits would differ."""
     x, weight = normal(20, 600).to(path.device, path.dtype), normal(600, seed=2).to(path.device)
