@@ -25,6 +25,7 @@ from deltaline_kernels.moe import Router
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 from deltaline_kernels.selftest.attention import attention_batches, compare_attention
+from deltaline_kernels.selftest.block import compare_block
 from deltaline_kernels.selftest.lora import compare_lora
 from deltaline_kernels.selftest.mhc import compare_mhc
 from deltaline_kernels.selftest.moe import compare_moe, tokens_of_experts
@@ -87,6 +88,7 @@ def run_selftest(
     norms_first: bool = False,
     streams: int = 0,
     hidden: int = 64,
+    mlp_dim: int = 0,
     router: Router | None = None,
     num_experts: int = 0,
     expert_dim: int = 64,
@@ -107,7 +109,8 @@ def run_selftest(
         is_gated, norms_heads: whether its outputs have a gate, and whether heads of queries and keys are normalised.
         norms_first: whether the norm of a Mamba2 layer is before the gate.
         raw_gates: whether the gated delta rule is given decays and strengths themselves, strengths of up to 2.
-        streams: residual streams of `hidden` channels; 0: the model mixes none.
+        hidden: channels of the model's hidden states. streams: residual streams of them; 0: the model mixes none.
+        mlp_dim: channels of its MLPs between their products; 0: it has none.
         router: how tokens of `hidden` channels choose among `num_experts` experts of `expert_dim` channels, the shared
             ones not counted; None: the model has no experts. expert_activation: as `run_experts` takes it.
 
@@ -137,6 +140,7 @@ def run_selftest(
     )
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
     parts = [*_mixer_parts(shapes, device), *_adapter_parts(shapes, device)]
+    parts.append(partial(compare_block, hidden=hidden, mlp_dim=mlp_dim, dtype=dtype))
     if streams:
         parts.append(partial(compare_mhc, streams=streams, hidden=hidden, dtype=dtype))
     if router:
