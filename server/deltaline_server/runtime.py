@@ -17,7 +17,6 @@ import torch
 
 from deltaline import wire
 from deltaline.v1 import admin_service_pb2 as pb
-from deltaline.v1 import tensor_pb2
 from deltaline_server import __version__
 from deltaline_server.adapters.adapters import Adapters
 from deltaline_server.adapters.copier import CallSoon
@@ -30,11 +29,12 @@ from deltaline_server.front.reply_bytes import most_step_bytes
 from deltaline_server.front.requests import Served
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
+from deltaline_server.log import Progress
 from deltaline_server.memory.pinning import CudaPinning
 from deltaline_server.memory.regions import Regions
 from deltaline_server.models.config import Scope
 from deltaline_server.models.kernel_check import self_test
-from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
+from deltaline_server.models.model import NUMPY_DTYPES, AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.models.servable import Auto
 from deltaline_server.moving.drain import Drain
 from deltaline_server.moving.mover import Mover
@@ -91,25 +91,30 @@ class Runtime:
         observer: Observer,
         clock: Callable[[], float],
         call_soon: CallSoon,
-        report: Callable[[int, int], object] = lambda done, total: None,
+        progress: Progress | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> Runtime:
         """Load the model, test the kernels on its device and allocate its state. Raises: ModelError.
 
         clock: monotonic seconds. wall_clock: seconds since 1970. call_soon: runs calls on the event loop's thread, from
-        any. report: told how many layers are loaded, of how many.
+        any. progress: told the stages, and how many layers are loaded, of how many.
         """
         if config.threads:
             torch.set_num_threads(config.threads)
         loaded = model_options(config)
         check_adapter_memory(loaded)
-        model = load_model(loaded, report)
+        progress = progress or Progress()
+        progress.begin("weights")
+        model = load_model(loaded, progress.report)
         options = state_options(config)
+        progress.begin("kernels")
         self_test(model, options)
+        progress.begin("state")
         pool = model.make_pool(options)
         limits = make_limits(config)
         executor = make_executor(model, pool, limits)
         engine = Engine(executor, model.device)
+        progress.end()
         num_spans = len(model.spans)
         adapters = Adapters.build(config, model, loaded, clock, call_soon)
         table = SequenceTable(
@@ -244,7 +249,7 @@ class Runtime:
             scope=pb.SCOPE_BLOCK if model.scope is Scope.BLOCK else pb.SCOPE_MIXER,
             hidden_size=model.hidden_size,
             dtype=wire.data_type(model.numpy_dtype),
-            state_dtype=_wire_dtype(self.pool.state_dtype),
+            state_dtype=wire.data_type(NUMPY_DTYPES[self.pool.state_dtype]),
             max_sequences=config.max_sequences,
             max_draft_tokens=config.max_draft_tokens,
             max_steps_in_flight=MAX_STEPS_IN_FLIGHT,
@@ -381,10 +386,6 @@ def state_options(config: Config) -> StateOptions:
 def spare_lines_of(config: Config) -> int:
     """Lines that stand in for those of snapshots which are being copied to host memory, one at a time."""
     return int(config.host_state_bytes > 0)
-
-
-def _wire_dtype(dtype: torch.dtype) -> tensor_pb2.DataType.ValueType:
-    return tensor_pb2.DATA_TYPE_BFLOAT16 if dtype is torch.bfloat16 else tensor_pb2.DATA_TYPE_FLOAT32
 
 
 def _versions() -> dict[str, str]:
