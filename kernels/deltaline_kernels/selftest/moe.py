@@ -8,6 +8,7 @@ from torch import Tensor
 from deltaline_kernels.cpu.group import group_cpu
 from deltaline_kernels.device.sizes import cdiv, count_tiles
 from deltaline_kernels.moe import (
+    SILU,
     Router,
     route_tokens,
     route_tokens_reference,
@@ -23,7 +24,14 @@ CHOICES_GPU = (6, 20, 36, 100)
 
 
 def compare_moe(
-    fills: Fills, num_tokens: int, router: Router, num_experts: int, hidden: int, inner: int, dtype: torch.dtype
+    fills: Fills,
+    num_tokens: int,
+    router: Router,
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    activation: str,
+    dtype: torch.dtype,
 ) -> Iterator[Compared]:
     """Yield the name of each family, batch and kind of input, what was computed and what its reference computed."""
     for kind, fill in fills.items():
@@ -33,7 +41,8 @@ def compare_moe(
         few = few_experts(router, num_experts)
         # Sums of about 1: those of ones are as large as their number.
         power = -1.0 if kind == "ones" else -0.5
-        gate_up = (fill(few, 2 * inner, hidden) * hidden**power).to(dtype)
+        halves = 2 if activation == SILU else 1
+        gate_up = (fill(few, halves * inner, hidden) * hidden**power).to(dtype)
         down = (fill(few, hidden, inner) * inner**power).to(dtype)
         label = f"{num_tokens} tokens, {kind}"
         logits = (64.0 * fill(num_tokens, num_experts + router.shared_gate)).round().div(64.0).to(dtype)
@@ -48,7 +57,7 @@ def compare_moe(
             yield f"moe, tiles, {label}", *compare_tiles(routes[1].flatten(), total, rows)
         weights, experts = routes[0], routes[1] % few
         x = fill(num_tokens, hidden).to(dtype)
-        own = x, gate_up, down, weights, experts
+        own = x, gate_up, down, weights, experts, activation
         yield f"moe, experts, {label}", [run_experts(*own)], [run_experts_reference(*own)]
 
 

@@ -84,11 +84,13 @@ def run_selftest(
     is_gated: bool = True,
     norms_heads: bool = True,
     raw_gates: bool = False,
+    norms_first: bool = False,
     streams: int = 0,
     hidden: int = 64,
     router: Router | None = None,
     num_experts: int = 0,
     expert_dim: int = 64,
+    expert_activation: str = "silu",
 ) -> list[Check]:
     """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
 
@@ -103,10 +105,11 @@ def run_selftest(
         has_conv_bias: whether the convolution of a Mamba2 layer has a bias.
         rotary_dim, page_size: of attention alone.
         is_gated, norms_heads: whether its outputs have a gate, and whether heads of queries and keys are normalised.
+        norms_first: whether the norm of a Mamba2 layer is before the gate.
         raw_gates: whether the gated delta rule is given decays and strengths themselves, strengths of up to 2.
         streams: residual streams of `hidden` channels; 0: the model mixes none.
         router: how tokens of `hidden` channels choose among `num_experts` experts of `expert_dim` channels, the shared
-            ones not counted; None: the model has no experts.
+            ones not counted; None: the model has no experts. expert_activation: as `run_experts` takes it.
 
     Returns:
         One Check for each family and kind of input. A NaN counts as an infinite error.
@@ -130,6 +133,7 @@ def run_selftest(
         is_gated,
         norms_heads,
         raw_gates,
+        norms_first,
     )
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
     parts = [*_mixer_parts(shapes, device), *_adapter_parts(shapes, device)]
@@ -145,6 +149,7 @@ def run_selftest(
                     num_experts=num_experts,
                     hidden=hidden,
                     inner=expert_dim,
+                    activation=expert_activation,
                     dtype=dtype,
                 )
             )
@@ -338,7 +343,7 @@ def _compare_recurrence(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Comp
         scale = fill(shapes.norm_groups, values // shapes.norm_groups)
     else:
         z, scale = z.unflatten(-1, (num_heads, heads.value_dim)), fill(heads.value_dim)
-    order = {"gate_first": True} if shapes.is_mamba else {}
+    order = {"gate_first": not shapes.norms_first} if shapes.is_mamba else {}
     got = gated_rms_norm(want, z, scale, 1e-6, **order)
     yield "norm", [got], [gated_rms_norm_reference(want, z, scale, 1e-6, **order)]
 

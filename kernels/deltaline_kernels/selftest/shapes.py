@@ -42,6 +42,7 @@ class Shapes:
     is_gated: bool = True
     norms_heads: bool = True
     raw_gates: bool = False
+    norms_first: bool = False
 
     @property
     def is_mamba(self) -> bool:
