@@ -1,0 +1,319 @@
+"""Causal attention of long rows for Hopper, in Gluon: tiles of queries by pages of keys, each product begun before it is
+waited for.
+
+A tile has as rows the queries of a few tokens and of all heads that share a head of keys:
+
+    S = Q K^T;  P = exp2(C S - m);  O = O exp2(m' - m) + P V,  C = scale log2 e
+
+While the matrix unit computes S of the next block of keys and P V of this one, the warps turn the next S into P; so the
+exponentials cost little beside products. Pages come by the copy engine, each block of keys as one box. Only the last
+blocks of a tile are masked, and values behind a row's keys, which may be anything, are overwritten with zeros in shared
+memory. P is a left operand in registers, and named where its product is waited for, so that no assembler hands its
+registers to something else in between.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from deltaline_kernels.attention.inputs import Keys, Queries
+from deltaline_kernels.attention.modifiers.shipped import causal
+from deltaline_kernels.device.hopper import barrier
+from deltaline_kernels.device.sizes import pow2
+from deltaline_kernels.rows import Rows
+
+LOG2_E = 1.4426950408889634
+
+
+@gluon.jit
+def _copy_block(tiles, buffers, bars, i, page, column, is_here, PAGE: gl.constexpr):
+    """Begin to copy block i of a row's keys, which is in `page`, to its buffer, if it is there."""
+    STAGES: gl.constexpr = buffers.shape[0]
+    BLOCK_N: gl.constexpr = buffers.shape[1]
+    stage = i % STAGES
+    mbarrier.expect(bars.index(stage), 2 * BLOCK_N * buffers.shape[2], pred=is_here)
+    at = [page * PAGE + i * BLOCK_N % PAGE, column]
+    tma.async_copy_global_to_shared(tiles, at, bars.index(stage), buffers.index(stage), pred=is_here)
+
+
+@gluon.jit
+def _wait_for_block(bars, i, STAGES: gl.constexpr):
+    mbarrier.wait(bars.index(i % STAGES), i // STAGES % 2)
+
+
+@gluon.jit
+def _clear_rows(buffer, first, WARPS: gl.constexpr):
+    """Overwrite the rows of a buffer from `first` on with zeros, a few columns at a time."""
+    ROWS: gl.constexpr = buffer.shape[0]
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    PART: gl.constexpr = 64
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    is_kept = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None] < first
+    for i in gl.static_range(COLUMNS // PART):
+        part = buffer.slice(i * PART, PART, 1)
+        part.store(gl.where(is_kept, part.load(layout), 0.0).to(buffer.dtype))
+    fence_async_shared()
+    barrier()
+
+
+# One compiled variant whatever rows a batch has: nothing is compiled while serving.
+@gluon.jit(
+    do_not_specialize=["control_stride", "table_stride", "num_rows", "num_slots"],
+    do_not_specialize_on_alignment=["control", "page_table"],
+)
+def attend_long_kernel(
+    q,
+    k_tiles,
+    v_tiles,
+    page_table,
+    control,
+    sinks,
+    gate,
+    o,
+    lse,
+    q_stride,
+    control_stride,
+    table_stride,
+    num_rows,
+    num_slots,
+    # The scale of exponents of 2, above 0.
+    C: gl.constexpr,
+    HQ: gl.constexpr,
+    HKV: gl.constexpr,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    Q_HEAD: gl.constexpr,
+    GATE_ROW: gl.constexpr,
+    GATE_HEAD: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+    PAGE: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Write what a tile of a row's queries and a head of keys attends to.
+
+    Row i has the slots of tiles from begin // TOKENS + i on, as many as it can need: so no program counts tiles.
+    """
+    GROUP: gl.constexpr = HQ // HKV
+    TOKENS: gl.constexpr = BLOCK_M // GROUP
+    dtype: gl.constexpr = k_tiles.dtype
+    mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DV, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma_o, 2)
+    down_s: gl.constexpr = gl.SliceLayout(1, mma_s)
+    down_o: gl.constexpr = gl.SliceLayout(1, mma_o)
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+
+    # The last tiles of rows see most keys, and begin first.
+    slot = num_slots - 1 - gl.program_id(0) // HKV + gl.load(control) // TOKENS
+    i_kv = gl.program_id(0) % HKV
+    o_r = gl.arange(0, ROWS, layout=flat)
+    slots = gl.load(control + o_r, mask=o_r < num_rows, other=1 << 30) // TOKENS + o_r
+    row = gl.sum((slots <= slot).to(gl.int32), 0) - 1
+    begin = gl.load(control + row)
+    n = gl.load(control + row + 1) - begin
+    b = gl.load(control + 2 * control_stride + row)
+    position = gl.load(control + 6 * control_stride + row)
+    first = (slot - begin // TOKENS - row) * TOKENS
+    if first < n:
+        end = gl.where(b >= 0, position + gl.minimum(first + TOKENS, n), 0)
+        num_keys = position + n
+        num_blocks = (end + BLOCK_N - 1) // BLOCK_N
+
+        k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_tiles.layout)
+        v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], v_tiles.layout)
+        q_s = gl.allocate_shared_memory(dtype, [BLOCK_M, D], k_tiles.layout)
+        k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(k_bars.index(i), count=1)
+            mbarrier.init(v_bars.index(i), count=1)
+        fence_async_shared()
+        barrier()
+        p_table = page_table + gl.maximum(b, 0).to(gl.int64) * table_stride
+        last_block = gl.maximum(num_blocks - 1, 0)
+        for i in gl.static_range(STAGES):
+            page = gl.load(p_table + gl.minimum(i, last_block) * BLOCK_N // PAGE)
+            _copy_block(k_tiles, k_s, k_bars, i, page, i_kv * D, i < num_blocks, PAGE)
+            _copy_block(v_tiles, v_s, v_bars, i, page, i_kv * DV, i < num_blocks, PAGE)
+        o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, lines))
+        o_d = gl.arange(0, D, layout=gl.SliceLayout(0, lines))
+        i_t = first + o_m // GROUP
+        at = (begin + i_t).to(gl.int64) * q_stride + (i_kv * GROUP + o_m % GROUP) * Q_HEAD
+        in_m = (o_m < TOKENS * GROUP) & (i_t < n)
+        q_s.store(gl.load(q + (at[:, None] + o_d[None, :]), mask=in_m[:, None] & (o_d >= 0)[None, :], other=0.0))
+        fence_async_shared()
+        barrier()
+
+        q_m = position + first + gl.arange(0, BLOCK_M, layout=down_s) // GROUP
+        o_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, mma_s))
+        no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, mma_s)
+        acc = gl.zeros([BLOCK_M, DV], gl.float32, mma_o)
+        m = gl.zeros([BLOCK_M], gl.float32, down_s)
+        total = gl.zeros([BLOCK_M], gl.float32, down_s)
+        if num_blocks > 0:
+            _wait_for_block(k_bars, 0, STAGES)
+            s = warpgroup_mma(q_s, k_s.index(0).permute((1, 0)), no_scores, use_acc=False)
+            if BLOCK_N > position + first:
+                s = gl.where(o_n[None, :] <= q_m[:, None], s, float("-inf"))
+            # Each query sees key 0.
+            m = gl.max(s, 1) * C
+            p = gl.exp2(s * C - m[:, None])
+            total = gl.sum(p, 1)
+            p_left = gl.convert_layout(p.to(dtype), left)
+            # The page of the next block to copy keys of, and of the one before it, whose values are copied.
+            v_page = gl.load(p_table + gl.minimum(STAGES, last_block) * BLOCK_N // PAGE)
+            k_page = gl.load(p_table + gl.minimum(STAGES + 1, last_block) * BLOCK_N // PAGE)
+            barrier()
+            _copy_block(k_tiles, k_s, k_bars, STAGES, v_page, i_kv * D, STAGES < num_blocks, PAGE)
+            for j in range(1, num_blocks):
+                _wait_for_block(k_bars, j, STAGES)
+                s = warpgroup_mma(
+                    q_s, k_s.index(j % STAGES).permute((1, 0)), no_scores, use_acc=False, is_async=True
+                )
+                _wait_for_block(v_bars, j - 1, STAGES)
+                acc = warpgroup_mma(p_left, v_s.index((j - 1) % STAGES), acc, is_async=True)
+                next_page = gl.load(p_table + gl.minimum(j + STAGES + 1, last_block) * BLOCK_N // PAGE)
+                s = warpgroup_mma_wait(1, deps=[s])
+                if j * BLOCK_N + BLOCK_N > position + first:
+                    s = gl.where((j * BLOCK_N + o_n)[None, :] <= q_m[:, None], s, float("-inf"))
+                new_m = gl.maximum(m, gl.max(s, 1) * C)
+                decay = gl.exp2(m - new_m)
+                p = gl.exp2(s * C - new_m[:, None])
+                total = total * decay + gl.sum(p, 1)
+                m = new_m
+                next_left = gl.convert_layout(p.to(dtype), left)
+                acc, p_left = warpgroup_mma_wait(0, deps=[acc, p_left])
+                acc = acc * gl.convert_layout(decay, down_o)[:, None]
+                p_left = next_left
+                barrier()
+                _copy_block(k_tiles, k_s, k_bars, j + STAGES, k_page, i_kv * D, j + STAGES < num_blocks, PAGE)
+                _copy_block(v_tiles, v_s, v_bars, j - 1 + STAGES, v_page, i_kv * DV, j - 1 + STAGES < num_blocks, PAGE)
+                v_page = k_page
+                k_page = next_page
+            _wait_for_block(v_bars, last_block, STAGES)
+            if num_blocks * BLOCK_N > num_keys:
+                _clear_rows(v_s.index(last_block % STAGES), num_keys - last_block * BLOCK_N, WARPS)
+            acc = warpgroup_mma(p_left, v_s.index(last_block % STAGES), acc, is_async=True)
+            acc, p_left = warpgroup_mma_wait(0, deps=[acc, p_left])
+
+        o_m = gl.arange(0, BLOCK_M, layout=down_o)
+        o_v = gl.arange(0, DV, layout=gl.SliceLayout(0, mma_o))
+        m = gl.convert_layout(m, down_o)
+        total = gl.convert_layout(total, down_o)
+        i_t = first + o_m // GROUP
+        h = i_kv * GROUP + o_m % GROUP
+        in_m = (o_m < TOKENS * GROUP) & (i_t < n)
+        is_live = end > 0
+        if HAS_SINKS:
+            sink = gl.load(sinks + h) * 1.4426950408889634
+            top = gl.where(is_live, gl.maximum(m, sink), m)
+            decay = gl.exp2(m - top)
+            total = gl.where(is_live, total * decay + gl.exp2(sink - top), total)
+            acc = acc * decay[:, None]
+            m = top
+        total = gl.where(is_live, total, 1.0)
+        b_o = acc / total[:, None]
+        at = (begin + i_t).to(gl.int64) * HQ + h
+        in_o = in_m[:, None] & (o_v >= 0)[None, :]
+        if HAS_GATE:
+            at_gate = (begin + i_t).to(gl.int64) * GATE_ROW + h * GATE_HEAD
+            b_gate = gl.load(gate + (at_gate[:, None] + o_v[None, :]), mask=in_o, other=0.0).to(gl.float32)
+            b_o = b_o / (1.0 + gl.exp2(b_gate * -1.4426950408889634))
+        gl.store(o + ((at * DV)[:, None] + o_v[None, :]), b_o.to(dtype), mask=in_o)
+        if HAS_LSE:
+            b_lse = (m + gl.log2(total)) * 0.6931471805599453
+            gl.store(lse + at, gl.where(is_live, b_lse, float("-inf")), mask=in_m)
+
+
+# By the size of keys and values: queries of a tile, keys of a block, blocks on their way, warps.
+TILES: dict[int, tuple[int, int, int, int]] = {64: (128, 64, 2, 8), 128: (128, 64, 2, 8), 256: (128, 64, 2, 8)}
+
+
+def can_attend(queries: Queries, keys: Keys) -> bool:
+    """Return whether `launch_attend` runs on this device with these sizes, a causal mask and no other modifier."""
+    q, heads = queries.q, queries.heads
+    # Triton's interpreter has no Gluon.
+    compiled = q.device.type != "cpu" and not triton.knobs.runtime.interpret
+    tile = TILES.get(heads.key_dim)
+    return (
+        compiled
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and q.element_size() == 2
+        and tile is not None
+        and heads.value_dim == heads.key_dim
+        and heads.group <= tile[0]
+        and heads.scale > 0
+        and keys.page_table is not None
+        and keys.page_size >= tile[1]
+        and queries.blocks is None
+        and not queries.modifiers.scores
+        and [[leaf.part.modifier for leaf in clause] for clause in queries.modifiers.clauses] == [[causal]]
+    )
+
+
+def launch_attend(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | None) -> None:
+    """Write the rows' outputs to o `[T, HQ, D]`, and to lse `[T, HQ]`."""
+    q, heads, sinks, gate = queries.q, queries.heads, queries.sinks, queries.gate
+    assert keys.page_table is not None
+    block_m, block_n, stages, num_warps = TILES[heads.key_dim]
+    tokens = block_m // heads.group
+    max_length = min(rows.max_length, q.shape[0])
+    num_slots = min(rows.num_rows * (max_length // tokens + 2), q.shape[0] // tokens + rows.num_rows)
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+
+    def tiles(pages: Tensor) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(pages.flatten(0, 1).flatten(1), [block_n, heads.key_dim], layout)
+
+    attend_long_kernel[(num_slots * heads.num_keys,)](
+        q,
+        tiles(keys.k),
+        tiles(keys.v),
+        keys.page_table,
+        rows.control,
+        q if sinks is None else sinks,
+        q if gate is None else gate,
+        o,
+        q if lse is None else lse,
+        q.stride(0),
+        rows.control.stride(0),
+        keys.page_table.stride(0),
+        rows.num_rows,
+        num_slots,
+        C=heads.scale * LOG2_E,
+        HQ=heads.num_queries,
+        HKV=heads.num_keys,
+        D=heads.key_dim,
+        DV=heads.value_dim,
+        Q_HEAD=q.stride(1),
+        GATE_ROW=0 if gate is None else gate.stride(0),
+        GATE_HEAD=0 if gate is None else gate.stride(1),
+        HAS_SINKS=sinks is not None,
+        HAS_GATE=gate is not None,
+        HAS_LSE=lse is not None,
+        PAGE=keys.page_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        ROWS=pow2(rows.num_rows),
+        STAGES=stages,
+        WARPS=num_warps,
+        num_warps=num_warps,
+    )

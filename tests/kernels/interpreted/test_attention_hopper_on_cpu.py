@@ -1,0 +1,43 @@
+"""The attention of long rows for Hopper, run on the CPU: what it computes, not how it waits."""
+
+from __future__ import annotations
+
+import kernels.attention.test_attention as checks
+import pytest
+import torch
+from rigs.kernels.attention_batches import Layer, Row, finished, make_batch, modifier_case
+from rigs.kernels.gluon_on_cpu import OnCpu
+from rigs.kernels.paths import InterpretedPath
+from rigs.kernels.tolerance import assert_close
+
+hopper = pytest.importorskip("deltaline_kernels.attention.hopper", reason="triton is not installed")
+launch = pytest.importorskip("deltaline_kernels.attention.launch", reason="triton is not installed")
+
+HALF = InterpretedPath("cpu", torch.float16)
+# Rows that end inside a page, at its end and behind it; empty, skipped and fresh ones; one that is short.
+ROWS = [Row(1, 200), Row(150, 0), Row(0, 9), Row(30, 90, skipped=True), Row(64, 64), Row(70, 300), Row(3, 0)]
+
+
+@pytest.fixture(autouse=True)
+def hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "can_attend", lambda *_: True)
+    monkeypatch.setattr(hopper, "attend_long_kernel", OnCpu(hopper.attend_long_kernel))
+
+
+@pytest.mark.parametrize(
+    "layer", [Layer(6, 1, 64, 64, 64), Layer(4, 2, 128, 128, 128), Layer(12, 2, 256, 256, 64)], ids=str
+)
+def test_long_rows_match_flex_attention(layer: Layer) -> None:
+    batch = make_batch(ROWS, HALF, layer, max_short=1)
+    checks.check(batch, HALF, *modifier_case("causal", layer, batch.page_table.shape[0]))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("gate", [False, True])
+def test_long_rows_have_sinks_and_a_gate(sinks: bool, gate: bool) -> None:
+    batch = make_batch(ROWS, HALF, Layer(6, 2, 64, 64, 64), max_short=1)
+    modifiers, truth = modifier_case("causal", batch.layer, batch.page_table.shape[0])
+    o, lse = batch.attend(HALF, modifiers, sinks=batch.sinks if sinks else None, gate=batch.gate if gate else None)
+    want, want_lse = finished(batch, *batch.expected(truth), sinks=sinks, gate=gate)
+    assert_close("o", o, want, HALF.dtype)
+    checks.lse_close(lse, want_lse)
