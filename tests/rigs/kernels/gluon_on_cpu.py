@@ -152,6 +152,7 @@ def _language(program: Callable[[], int]) -> types.SimpleNamespace:
         SwizzledSharedLayout=_layout,
         arange=lambda start, end, layout: torch.arange(start, end),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         allocate_shared_memory=lambda dtype, shape, layout: Shared(
             torch.zeros(shape, dtype=dtype) if dtype == torch.int64 else torch.full(shape, torch.nan, dtype=dtype)
         ),
