@@ -1,5 +1,4 @@
-"""Causal attention of long rows for Hopper, in Gluon: tiles of queries by pages of keys, each product begun before it is
-waited for.
+"""Causal attention of long rows for Hopper, in Gluon: each product of a tile is begun before it is waited for.
 
 A tile has as rows the queries of a few tokens and of all heads that share a head of keys:
 
@@ -60,6 +59,30 @@ def _load_page(p_table, i, num_blocks, BLOCK_N: gl.constexpr, PAGE: gl.constexpr
 
 
 @gluon.jit
+def _find_row(control, num_rows, slot, TOKENS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Return the row that has a slot: that of row i are from begin // TOKENS + i on, as many as it can need."""
+    o_r = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    slots = gl.load(control + o_r, mask=o_r < num_rows, other=1 << 30) // TOKENS + o_r
+    return gl.sum((slots <= slot).to(gl.int32), 0) - 1
+
+
+@gluon.jit
+def _load_queries(q_s, q, q_stride, begin, first, n, h, Q_HEAD: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
+    """Copy the queries of the tokens from `first` on and of the heads from h on to shared memory; zeros behind them."""
+    BLOCK_M: gl.constexpr = q_s.shape[0]
+    D: gl.constexpr = q_s.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    i_t = first + o_m // GROUP
+    at = (begin + i_t).to(gl.int64) * q_stride + (h + o_m % GROUP) * Q_HEAD
+    is_here = (o_m < BLOCK_M // GROUP * GROUP) & (i_t < n)
+    q_s.store(gl.load(q + (at[:, None] + o_d[None, :]), mask=is_here[:, None] & (o_d >= 0)[None, :], other=0.0))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
 def _soften(s, m, C: gl.constexpr, dtype: gl.constexpr):
     """Return the new maxima of exponents, the weights of a block of scores, rounded, and their sums."""
     m = gl.maximum(m, gl.max(s, 1) * C)
@@ -80,6 +103,61 @@ def _clear_rows(buffer, first, WARPS: gl.constexpr):
         part.store(gl.where(is_kept, part.load(layout), 0.0).to(buffer.dtype))
     fence_async_shared()
     barrier()
+
+
+@gluon.jit
+def _finish(
+    acc,
+    m,
+    total,
+    begin,
+    first,
+    n,
+    h,
+    is_live,
+    sinks,
+    gate,
+    o,
+    lse,
+    GATE_ROW: gl.constexpr,
+    GATE_HEAD: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+    HQ: gl.constexpr,
+    GROUP: gl.constexpr,
+    mma: gl.constexpr,
+):
+    """Store the outputs of a tile, as output.py's `finish` does; acc is `[M, DV]`, m and total are `[M]`."""
+    LN_2: gl.constexpr = 0.6931471805599453
+    LOG2_E: gl.constexpr = 1.4426950408889634
+    BLOCK_M: gl.constexpr = acc.shape[0]
+    DV: gl.constexpr = acc.shape[1]
+    o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, mma))
+    o_v = gl.arange(0, DV, layout=gl.SliceLayout(0, mma))
+    i_t = first + o_m // GROUP
+    h = h + o_m % GROUP
+    in_m = (o_m < BLOCK_M // GROUP * GROUP) & (i_t < n)
+    i_t = (begin + i_t).to(gl.int64)
+    if HAS_SINKS:
+        sink = gl.load(sinks + h, mask=in_m, other=0.0) * LOG2_E
+        top = gl.where(is_live, gl.maximum(m, sink), m)
+        decay = gl.exp2(m - top)
+        total = gl.where(is_live, total * decay + gl.exp2(sink - top), total)
+        acc = acc * decay[:, None]
+        m = top
+    total = gl.where(is_live, total, 1.0)
+    b_o = acc / total[:, None]
+    in_o = in_m[:, None] & (o_v >= 0)[None, :]
+    at = i_t * HQ + h
+    if HAS_GATE:
+        at_gate = (i_t * GATE_ROW + h * GATE_HEAD)[:, None] + o_v[None, :]
+        b_gate = gl.load(gate + at_gate, mask=in_o, other=0.0).to(gl.float32)
+        b_o = b_o / (1.0 + gl.exp2(b_gate * -LOG2_E))
+    gl.store(o + ((at * DV)[:, None] + o_v[None, :]), b_o.to(o.dtype.element_ty), mask=in_o)
+    if HAS_LSE:
+        b_lse = (m + gl.log2(total)) * LN_2
+        gl.store(lse + at, gl.where(is_live, b_lse, float("-inf")), mask=in_m)
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -121,10 +199,7 @@ def attend_long_kernel(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Write what a tile of a row's queries and a head of keys attends to.
-
-    Row i has the slots of tiles from begin // TOKENS + i on, as many as it can need: so no program counts tiles.
-    """
+    """Write what a tile of a row's queries attends to of a head of keys."""
     GROUP: gl.constexpr = HQ // HKV
     TOKENS: gl.constexpr = BLOCK_M // GROUP
     dtype: gl.constexpr = k_tiles.dtype
@@ -133,15 +208,11 @@ def attend_long_kernel(
     left: gl.constexpr = gl.DotOperandLayout(0, mma_o, 2)
     down_s: gl.constexpr = gl.SliceLayout(1, mma_s)
     down_o: gl.constexpr = gl.SliceLayout(1, mma_o)
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
 
     # The last tiles of rows see most keys, and begin first.
     slot = num_slots - 1 - gl.program_id(0) // HKV + gl.load(control) // TOKENS
     i_kv = gl.program_id(0) % HKV
-    o_r = gl.arange(0, ROWS, layout=flat)
-    slots = gl.load(control + o_r, mask=o_r < num_rows, other=1 << 30) // TOKENS + o_r
-    row = gl.sum((slots <= slot).to(gl.int32), 0) - 1
+    row = _find_row(control, num_rows, slot, TOKENS, ROWS, WARPS)
     begin = gl.load(control + row)
     n = gl.load(control + row + 1) - begin
     b = gl.load(control + 2 * control_stride + row)
@@ -168,14 +239,7 @@ def attend_long_kernel(
             page = _load_page(p_table, i, num_blocks, BLOCK_N, PAGE)
             _copy_block(k_tiles, k_s, k_bars, i, num_blocks, page, column_k, PAGE)
             _copy_block(v_tiles, v_s, v_bars, i, num_blocks, page, column_v, PAGE)
-        o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, lines))
-        o_d = gl.arange(0, D, layout=gl.SliceLayout(0, lines))
-        i_t = first + o_m // GROUP
-        at = (begin + i_t).to(gl.int64) * q_stride + (i_kv * GROUP + o_m % GROUP) * Q_HEAD
-        in_m = (o_m < TOKENS * GROUP) & (i_t < n)
-        q_s.store(gl.load(q + (at[:, None] + o_d[None, :]), mask=in_m[:, None] & (o_d >= 0)[None, :], other=0.0))
-        fence_async_shared()
-        barrier()
+        _load_queries(q_s, q, q_stride, begin, first, n, i_kv * GROUP, Q_HEAD, GROUP, WARPS)
 
         q_m = position + first + gl.arange(0, BLOCK_M, layout=down_s) // GROUP
         o_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, mma_s))
@@ -234,33 +298,29 @@ def attend_long_kernel(
             acc = warpgroup_mma(p_left, v_s.index(last % STAGES), acc, is_async=True)
             acc, p_left = warpgroup_mma_wait(0, deps=[acc, p_left])
 
-        o_m = gl.arange(0, BLOCK_M, layout=down_o)
-        o_v = gl.arange(0, DV, layout=gl.SliceLayout(0, mma_o))
-        m = gl.convert_layout(m, down_o)
-        total = gl.convert_layout(total, down_o)
-        i_t = first + o_m // GROUP
-        h = i_kv * GROUP + o_m % GROUP
-        in_m = (o_m < TOKENS * GROUP) & (i_t < n)
-        is_live = end > 0
-        if HAS_SINKS:
-            sink = gl.load(sinks + h) * 1.4426950408889634
-            top = gl.where(is_live, gl.maximum(m, sink), m)
-            decay = gl.exp2(m - top)
-            total = gl.where(is_live, total * decay + gl.exp2(sink - top), total)
-            acc = acc * decay[:, None]
-            m = top
-        total = gl.where(is_live, total, 1.0)
-        b_o = acc / total[:, None]
-        at = (begin + i_t).to(gl.int64) * HQ + h
-        in_o = in_m[:, None] & (o_v >= 0)[None, :]
-        if HAS_GATE:
-            at_gate = (begin + i_t).to(gl.int64) * GATE_ROW + h * GATE_HEAD
-            b_gate = gl.load(gate + (at_gate[:, None] + o_v[None, :]), mask=in_o, other=0.0).to(gl.float32)
-            b_o = b_o / (1.0 + gl.exp2(b_gate * -1.4426950408889634))
-        gl.store(o + ((at * DV)[:, None] + o_v[None, :]), b_o.to(dtype), mask=in_o)
-        if HAS_LSE:
-            b_lse = (m + gl.log2(total)) * 0.6931471805599453
-            gl.store(lse + at, gl.where(is_live, b_lse, float("-inf")), mask=in_m)
+        m, total = gl.convert_layout(m, down_o), gl.convert_layout(total, down_o)
+        _finish(
+            acc,
+            m,
+            total,
+            begin,
+            first,
+            n,
+            i_kv * GROUP,
+            end > 0,
+            sinks,
+            gate,
+            o,
+            lse,
+            GATE_ROW,
+            GATE_HEAD,
+            HAS_SINKS,
+            HAS_GATE,
+            HAS_LSE,
+            HQ,
+            GROUP,
+            mma_o,
+        )
 
 
 # By the size of keys and values: queries of a tile, keys of a block, blocks on their way, warps.
@@ -284,6 +344,9 @@ def can_attend(queries: Queries, keys: Keys) -> bool:
         and keys.page_table is not None
         and keys.page_size >= tile[1]
         and queries.blocks is None
+        # The copy engine's.
+        and keys.k.data_ptr() % 16 == 0
+        and keys.v.data_ptr() % 16 == 0
         and not queries.modifiers.scores
         and [[leaf.part.modifier for leaf in clause] for clause in queries.modifiers.clauses] == [[causal]]
     )

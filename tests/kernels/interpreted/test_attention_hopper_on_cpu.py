@@ -5,7 +5,7 @@ from __future__ import annotations
 import kernels.attention.test_attention as checks
 import pytest
 import torch
-from rigs.kernels.attention_batches import Layer, Row, finished, make_batch, modifier_case
+from rigs.kernels.attention_batches import Layer, finished, make_batch, modifier_case
 from rigs.kernels.gluon_on_cpu import OnCpu
 from rigs.kernels.paths import InterpretedPath
 from rigs.kernels.tolerance import assert_close
@@ -14,8 +14,6 @@ hopper = pytest.importorskip("deltaline_kernels.attention.hopper", reason="trito
 launch = pytest.importorskip("deltaline_kernels.attention.launch", reason="triton is not installed")
 
 HALF = InterpretedPath("cpu", torch.float16)
-# Rows that end inside a page, at its end and behind it; empty, skipped and fresh ones; one that is short.
-ROWS = [Row(1, 200), Row(150, 0), Row(0, 9), Row(30, 90, skipped=True), Row(64, 64), Row(70, 300), Row(3, 0)]
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +26,23 @@ def hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     "layer", [Layer(6, 1, 64, 64, 64), Layer(4, 2, 128, 128, 128), Layer(12, 2, 256, 256, 64)], ids=str
 )
 def test_long_rows_match_flex_attention(layer: Layer) -> None:
-    batch = make_batch(ROWS, HALF, layer, max_short=1)
-    checks.check(batch, HALF, *modifier_case("causal", layer, batch.page_table.shape[0]))
+    checks.test_attention_of_long_causal_rows(HALF, layer)
+
+
+def test_a_tile_has_any_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 7 heads nine tokens' fill 63 of 64 rows, in blocks of half a page with three of them on their way."""
+    monkeypatch.setattr(hopper, "TILES", {64: (64, 32, 3, 4)})
+    checks.test_attention_of_long_causal_rows(HALF, Layer(7, 1, 64, 64, 64))
+
+
+def test_long_rows_do_not_depend_on_neighbours() -> None:
+    checks.test_attention_does_not_depend_on_neighbours(HALF, "causal", None)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("gate", [False, True])
 def test_long_rows_have_sinks_and_a_gate(sinks: bool, gate: bool) -> None:
-    batch = make_batch(ROWS, HALF, Layer(6, 2, 64, 64, 64), max_short=1)
+    batch = make_batch(checks.LONG, HALF, Layer(6, 2, 64, 64, 64), max_short=1)
     modifiers, truth = modifier_case("causal", batch.layer, batch.page_table.shape[0])
     o, lse = batch.attend(HALF, modifiers, sinks=batch.sinks if sinks else None, gate=batch.gate if gate else None)
     want, want_lse = finished(batch, *batch.expected(truth), sinks=sinks, gate=gate)
