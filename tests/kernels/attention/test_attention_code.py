@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 # Registers that an instruction writes, by the width that its name says.
 WIDTHS = {".64": 2, ".128": 4}
-WRITES = re.compile(r"^(?:@!?U?P\w+ )?([A-Z]\S*) R(\d+)\b")
+WRITES = re.compile(r"^(?:@!?U?P\w+ )?([A-Z]\S*) (?:U?P\w+, )*R(\d+)\b")
 PRODUCT = re.compile(r"HGMMA\.64x256x16\S* R\d+, R(\d+), gdesc")
 
 
@@ -39,7 +39,7 @@ def compile_long_rows() -> tuple[str, ...]:
             patch, lambda: flex_decode(q, pages, pages, table, rows, modifiers=causal, gate=draw(8192, 24, 256))
         )
     assert kernel.metadata.name == "attend_long_kernel" and kernel.metadata.shared <= SHARED_BYTES
-    return tuple(line.strip() for line in kernel.asm["sass"].splitlines())
+    return tuple(line.split("\t")[-1].strip() for line in kernel.asm["sass"].splitlines())
 
 
 def find_waits(code: tuple[str, ...], pending: int) -> list[int]:
