@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.combine import combine_kernel
-from deltaline_kernels.attention.hopper import can_attend, launch_attend
+from deltaline_kernels.attention.hopper_tile import can_attend, launch_attend
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.kernel import attend_kernel
 from deltaline_kernels.attention.plan import MOST_ROWS, Tile, choose_parts, choose_tile

@@ -10,7 +10,7 @@ from rigs.kernels.gluon_on_cpu import OnCpu
 from rigs.kernels.paths import InterpretedPath
 from rigs.kernels.tolerance import assert_close
 
-hopper = pytest.importorskip("deltaline_kernels.attention.hopper", reason="triton is not installed")
+hopper_tile = pytest.importorskip("deltaline_kernels.attention.hopper_tile", reason="triton is not installed")
 launch = pytest.importorskip("deltaline_kernels.attention.launch", reason="triton is not installed")
 
 HALF = InterpretedPath("cpu", torch.float16)
@@ -19,7 +19,7 @@ HALF = InterpretedPath("cpu", torch.float16)
 @pytest.fixture(autouse=True)
 def hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "can_attend", lambda *_: True)
-    monkeypatch.setattr(hopper, "attend_long_kernel", OnCpu(hopper.attend_long_kernel))
+    monkeypatch.setattr(hopper_tile, "attend_long_kernel", OnCpu(hopper_tile.attend_long_kernel))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_long_rows_match_flex_attention(layer: Layer) -> None:
 
 def test_a_tile_has_any_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 7 heads nine tokens' fill 63 of 64 rows, in blocks of half a page with three of them on their way."""
-    monkeypatch.setattr(hopper, "TILES", {64: (64, 32, 3, 4)})
+    monkeypatch.setattr(hopper_tile, "HOPPER", {64: (64, 32, 3, 4)})
     checks.test_attention_of_long_causal_rows(HALF, Layer(7, 1, 64, 64, 64))
 
 

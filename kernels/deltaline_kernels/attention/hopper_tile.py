@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.modifiers.shipped import causal
+from deltaline_kernels.attention.plan import HOPPER
 from deltaline_kernels.device.hopper import barrier
 from deltaline_kernels.device.sizes import pow2
 from deltaline_kernels.rows import Rows
@@ -37,19 +38,24 @@ LOG2_E = 1.4426950408889634
 
 
 @gluon.jit
-def _copy_block(tiles, buffers, bars, i, num_blocks, page, column, PAGE: gl.constexpr):
-    """Begin to copy block i of a row's keys or values, which is in `page`, to its buffer, if there is such a block."""
-    BLOCK_N: gl.constexpr = buffers.shape[1]
-    stage = i % buffers.shape[0]
-    is_here = i < num_blocks
-    at = [page * PAGE + i * BLOCK_N % PAGE, column]
-    mbarrier.expect(bars.index(stage), 2 * BLOCK_N * buffers.shape[2], pred=is_here)
-    tma.async_copy_global_to_shared(tiles, at, bars.index(stage), buffers.index(stage), pred=is_here)
+def _copy_pair(tiles, buffers, i, num_blocks, pages, columns, PAGE: gl.constexpr):
+    """Begin to copy what step i of num_blocks takes: the keys of block i and the values of the one before it.
 
-
-@gluon.jit
-def _wait_for_block(bars, i, STAGES: gl.constexpr):
-    mbarrier.wait(bars.index(i % STAGES), i // STAGES % 2)
+    The first step has no use for values and the one behind the last none for keys. They are copied all the same, in
+    place of a second and a third case of how many bytes come.
+    """
+    k_tiles, v_tiles = tiles
+    k_s, v_s, bars = buffers
+    STAGES: gl.constexpr = k_s.shape[0]
+    BLOCK_N: gl.constexpr = k_s.shape[1]
+    stage = i % STAGES
+    bar = bars.index(stage)
+    is_here = (i <= num_blocks) & (num_blocks > 0)
+    k_at = [pages[0] * PAGE + gl.minimum(i, num_blocks - 1) * BLOCK_N % PAGE, columns[0]]
+    v_at = [pages[1] * PAGE + gl.maximum(i - 1, 0) * BLOCK_N % PAGE, columns[1]]
+    mbarrier.expect(bar, 2 * BLOCK_N * (k_s.shape[2] + v_s.shape[2]), pred=is_here)
+    tma.async_copy_global_to_shared(k_tiles, k_at, bar, k_s.index(stage), pred=is_here)
+    tma.async_copy_global_to_shared(v_tiles, v_at, bar, v_s.index(stage), pred=is_here)
 
 
 @gluon.jit
@@ -226,19 +232,23 @@ def attend_long_kernel(
         k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_tiles.layout)
         v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], v_tiles.layout)
         q_s = gl.allocate_shared_memory(dtype, [BLOCK_M, D], k_tiles.layout)
-        k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
-            mbarrier.init(k_bars.index(i), count=1)
-            mbarrier.init(v_bars.index(i), count=1)
+            mbarrier.init(bars.index(i), count=1)
         fence_async_shared()
         barrier()
+        tiles = (k_tiles, v_tiles)
+        buffers = (k_s, v_s, bars)
+        columns = (i_kv * D, i_kv * DV)
         p_table = page_table + gl.maximum(b, 0).to(gl.int64) * table_stride
-        column_k, column_v = i_kv * D, i_kv * DV
+        # Of the keys of the next pair to copy, and of its values.
+        page = _load_page(p_table, 0, num_blocks, BLOCK_N, PAGE)
+        v_page = page
         for i in gl.static_range(STAGES):
-            page = _load_page(p_table, i, num_blocks, BLOCK_N, PAGE)
-            _copy_block(k_tiles, k_s, k_bars, i, num_blocks, page, column_k, PAGE)
-            _copy_block(v_tiles, v_s, v_bars, i, num_blocks, page, column_v, PAGE)
+            next_page = _load_page(p_table, i + 1, num_blocks, BLOCK_N, PAGE)
+            _copy_pair(tiles, buffers, i, num_blocks, (page, v_page), columns, PAGE)
+            v_page = page
+            page = next_page
         _load_queries(q_s, q, q_stride, begin, first, n, i_kv * GROUP, Q_HEAD, GROUP, WARPS)
 
         q_m = position + first + gl.arange(0, BLOCK_M, layout=down_s) // GROUP
@@ -248,31 +258,25 @@ def attend_long_kernel(
         m = gl.zeros([BLOCK_M], gl.float32, down_s)
         total = gl.zeros([BLOCK_M], gl.float32, down_s)
         if num_blocks > 0:
-            _wait_for_block(k_bars, 0, STAGES)
+            mbarrier.wait(bars.index(0), 0)
             s = warpgroup_mma(q_s, k_s.index(0).permute((1, 0)), no_scores, use_acc=False)
             s = gl.where(o_n[None, :] <= q_m[:, None], s, float("-inf"))
             # Each query sees key 0.
             m, p, total = _soften(s, gl.full([BLOCK_M], float("-inf"), gl.float32, down_s), C, dtype)
             p_left = gl.convert_layout(p, left)
-            decay = gl.exp2(float("-inf") - m)
-            # Pages are looked up two steps before their keys are copied, and three before their values are.
-            v_page = _load_page(p_table, STAGES, num_blocks, BLOCK_N, PAGE)
-            k_page = _load_page(p_table, STAGES + 1, num_blocks, BLOCK_N, PAGE)
             barrier()
-            _copy_block(k_tiles, k_s, k_bars, STAGES, num_blocks, v_page, column_k, PAGE)
+            next_page = _load_page(p_table, STAGES + 1, num_blocks, BLOCK_N, PAGE)
+            _copy_pair(tiles, buffers, STAGES, num_blocks, (page, v_page), columns, PAGE)
             for step in range(1, num_blocks):
-                _wait_for_block(k_bars, step, STAGES)
-                k_t = k_s.index(step % STAGES).permute((1, 0))
-                s = warpgroup_mma(q_s, k_t, no_scores, use_acc=False, is_async=True)
-                # The outputs shrink beside that product: the wait for values, and a wait for no product, keep the
-                # assembler from beginning with it.
-                _wait_for_block(v_bars, step - 1, STAGES)
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                acc = acc * gl.convert_layout(decay, down_o)[:, None]
-                acc = warpgroup_mma(p_left, v_s.index((step - 1) % STAGES), acc, is_async=True)
+                stage = step % STAGES
+                mbarrier.wait(bars.index(stage), step // STAGES % 2)
+                s = warpgroup_mma(q_s, k_s.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                acc = warpgroup_mma(p_left, v_s.index(stage), acc, is_async=True)
+                v_page = page
+                page = next_page
                 next_page = _load_page(p_table, step + STAGES + 1, num_blocks, BLOCK_N, PAGE)
                 s = warpgroup_mma_wait(1, deps=[s])
-                # In branches: the assembler may wait for P V as early as in the block where that is asked for, before
+                # In branches: an assembler may wait for P V as early as in the block where that is asked for, before
                 # the exponentials that should run beside it.
                 if step * BLOCK_N + BLOCK_N > position + first:
                     s = gl.where((step * BLOCK_N + o_n)[None, :] <= q_m[:, None], s, float("-inf"))
@@ -284,18 +288,15 @@ def attend_long_kernel(
                 m = new_m
                 next_left = gl.convert_layout(p, left)
                 acc, p_left = warpgroup_mma_wait(0, deps=[acc, p_left])
+                acc = acc * gl.convert_layout(decay, down_o)[:, None]
                 p_left = next_left
                 barrier()
-                _copy_block(k_tiles, k_s, k_bars, step + STAGES, num_blocks, k_page, column_k, PAGE)
-                _copy_block(v_tiles, v_s, v_bars, step - 1 + STAGES, num_blocks, v_page, column_v, PAGE)
-                v_page = k_page
-                k_page = next_page
-            last = num_blocks - 1
-            _wait_for_block(v_bars, last, STAGES)
+                _copy_pair(tiles, buffers, step + STAGES, num_blocks, (page, v_page), columns, PAGE)
+            stage = num_blocks % STAGES
+            mbarrier.wait(bars.index(stage), num_blocks // STAGES % 2)
             if num_blocks * BLOCK_N > num_keys:
-                _clear_rows(v_s.index(last % STAGES), num_keys - last * BLOCK_N, WARPS)
-            acc = acc * gl.convert_layout(decay, down_o)[:, None]
-            acc = warpgroup_mma(p_left, v_s.index(last % STAGES), acc, is_async=True)
+                _clear_rows(v_s.index(stage), num_keys - (num_blocks - 1) * BLOCK_N, WARPS)
+            acc = warpgroup_mma(p_left, v_s.index(stage), acc, is_async=True)
             acc, p_left = warpgroup_mma_wait(0, deps=[acc, p_left])
 
         m, total = gl.convert_layout(m, down_o), gl.convert_layout(total, down_o)
@@ -323,26 +324,21 @@ def attend_long_kernel(
         )
 
 
-# By the size of keys and values: queries of a tile, keys of a block, blocks on their way, warps.
-TILES: dict[int, tuple[int, int, int, int]] = {64: (128, 64, 2, 8), 128: (128, 64, 2, 8), 256: (128, 64, 2, 8)}
-
-
 def can_attend(queries: Queries, keys: Keys) -> bool:
     """Return whether `launch_attend` runs on this device with these sizes, a causal mask and no other modifier."""
     q, heads = queries.q, queries.heads
     # Triton's interpreter has no Gluon.
     compiled = q.device.type != "cpu" and not triton.knobs.runtime.interpret
-    tile = TILES.get(heads.key_dim)
+    if not compiled or torch.cuda.get_device_capability(q.device)[0] != 9 or heads.key_dim not in HOPPER:
+        return False
+    block_m, block_n, _, _ = HOPPER[heads.key_dim]
     return (
-        compiled
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-        and q.element_size() == 2
-        and tile is not None
+        q.element_size() == 2
         and heads.value_dim == heads.key_dim
-        and heads.group <= tile[0]
+        and heads.group <= block_m
         and heads.scale > 0
         and keys.page_table is not None
-        and keys.page_size >= tile[1]
+        and keys.page_size >= block_n
         and queries.blocks is None
         # The copy engine's.
         and keys.k.data_ptr() % 16 == 0
@@ -356,7 +352,7 @@ def launch_attend(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tens
     """Write the rows' outputs to o `[T, HQ, D]`, and to lse `[T, HQ]`."""
     q, heads, sinks, gate = queries.q, queries.heads, queries.sinks, queries.gate
     assert keys.page_table is not None
-    block_m, block_n, stages, num_warps = TILES[heads.key_dim]
+    block_m, block_n, stages, num_warps = HOPPER[heads.key_dim]
     tokens = block_m // heads.group
     max_length = min(rows.max_length, q.shape[0])
     num_slots = min(rows.num_rows * (max_length // tokens + 2), q.shape[0] // tokens + rows.num_rows)
