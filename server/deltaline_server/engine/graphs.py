@@ -24,8 +24,8 @@ from deltaline_server.step import Limits, StepBatch
 FEWEST_LONG_TOKENS = 256
 # From so many on a row that is alone has graphs between the powers of two: what is computed in vain would be felt.
 MANY_TOKENS = 512
-# Parts of the way from a power to the next: of the first, where what is left of a prompt behind stored state often lies,
-# and of the others.
+# Parts of the way from a power to the next: of the first, where what is left of a prompt behind stored state often
+# lies, and of the others.
 FIRST_PARTS, PARTS = 8, 4
 # Tokens per short row of the smallest graph in which it may have several.
 FEWEST_DRAFTS = 4

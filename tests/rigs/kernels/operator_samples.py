@@ -73,6 +73,10 @@ def norm(path: Path) -> Given:
     return {"o": draw(path, 3, 2, 8), "z": draw(path, 3, 2, 8), "weight": draw(path, 8), "eps": 1e-6}
 
 
+def hidden_norm(path: Path, **more: Any) -> Given:
+    return {"x": draw(path, 3, 16), "weight": normal(16).to(path.device), "eps": 1e-6} | more
+
+
 def rotary(path: Path) -> Given:
     batch = make_rotary_batch([RotaryRow(3, 15), RotaryRow(1)], path, tokens_of_no_row=0)
     return pick(batch, "q k v q_norm k_norm eps rotary k_pages v_pages page_table rows")
@@ -150,8 +154,9 @@ def selective_update(path: Path, **changes: Any) -> Given:
     return updates.make_call(case, path)[1] | {"state": updates.make_states(case, range(9)).to(path.device)}
 
 
-def experts(path: Path, num_tokens: int) -> Given:
-    return pick(make_experts(path, num_tokens, 2, 3, 16, 16), "x gate_up down weights experts")
+def experts(path: Path, num_tokens: int, activation: str = "silu") -> Given:
+    batch = make_experts(path, num_tokens, 2, 3, 16, 16, activation=activation)
+    return pick(batch, "x gate_up down weights experts activation")
 
 
 def field_experts(path: Path, **more: Any) -> Given:
@@ -167,6 +172,10 @@ def dense(path: Path, **more: Any) -> Given:
 ROWS = Case([2, 1], [4, 1])
 SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
     "add_lora": [lora],
+    "add_rms_norm": [
+        lambda path: hidden_norm(path, residual=draw(path, 3, 16)),
+        lambda path: hidden_norm(path, residual=normal(3, 16).to(path.device), scale=0.5),
+    ],
     "causal_conv1d": [
         conv1d,
         lambda path: conv1d(path, split=(16, 16, 16), activation=None),
@@ -237,6 +246,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: streams(path, "residual gates"),
         lambda path: streams(path, "residual gates", out=draw(path, 3, 16)),
     ],
+    "rms_norm": [hidden_norm],
     "rotate_and_store": [rotary],
     "route_tokens": [
         lambda path: {"logits": draw(path, 3, 9), "router": Router(2, num_shared=1, shared_gate=True)},
@@ -247,12 +257,13 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
             "query_start_loc": ints(path, 0, 2),
         },
     ],
-    "run_experts": [lambda path: experts(path, 3), lambda path: experts(path, 70)],
+    "run_experts": [lambda path: experts(path, 3), lambda path: experts(path, 70, "relu2")],
     "selective_state_update": [
         selective_update,
         lambda path: selective_update(path, out=torch.float32),
         lambda path: elsewhere(selective_update(path), "state", dst_state_batch_indices=ints(path, 2, 0)),
     ],
+    "silu_and_mul": [lambda path: {"gate_up": draw(path, 3, 16)}],
     "spread_slots": [
         lambda path: {"row_slots": ints(path, 1, 0), "query_start_loc": ints(path, 0, 2, 3), "num_tokens": 4}
     ],
