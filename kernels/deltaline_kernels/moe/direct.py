@@ -1,6 +1,7 @@
 """Experts of few tokens in Triton: each choice of a token for itself, in two launches.
 
-What takes time is to read the weights. The second launch has its first weights on their way while the first one ends.
+What takes time is to read the weights. The first launch is there when the one before it ends, which as a rule is that of
+the routes; the second one has its first weights on their way while the first one ends.
 """
 
 import torch
@@ -31,10 +32,12 @@ def _first(
     STEPS: tl.constexpr,
     UNROLL: tl.constexpr,
     EXACT: tl.constexpr,
-    DEPENDENTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Write silu(gate) * up of a choice and BLOCK_N inner channels, in fp32."""
-    if DEPENDENTS:
+    """Write silu(gate) * up of a choice and BLOCK_N inner channels. OVERLAP: the launches before and behind."""
+    if OVERLAP:
+        gdc_wait()
+        # Only now: so what was there before this launch is there for the next one, too.
         gdc_launch_dependents()
     PARTS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     pair = tl.program_id(0) // PARTS
@@ -55,7 +58,7 @@ def _first(
             gate += b_gate.to(tl.float32) * b_x
             up += b_up.to(tl.float32) * b_x
         y = silu(tl.sum(gate, axis=1), EXACT) * tl.sum(up, axis=1)
-        tl.store(hidden + pair.to(tl.int64) * INNER + o_n, y, mask=o_n < INNER)
+        tl.store(hidden + pair.to(tl.int64) * INNER + o_n, y.to(hidden.dtype.element_ty), mask=o_n < INNER)
 
 
 @triton.jit
@@ -93,16 +96,22 @@ def _add_choices(
     num_experts,
     INNER: tl.constexpr,
     C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Return `total` and what block i of every choice adds to it, in the order of the choices."""
-    o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    # As wide as the tiles: each thread loads what it multiplies, and nothing is exchanged between one load and the next.
+    o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :] + tl.zeros((BLOCK_N, 1), tl.int32)
+    inputs = ()
+    for c in tl.static_range(C):
+        expert = tl.load(experts + c)
+        is_used = (expert >= 0) & (expert < num_experts)
+        inputs = inputs + (tl.load(hidden + c * INNER + o_k, mask=is_used & below(o_k, INNER, BLOCK_K), other=0.0),)
     for c in tl.static_range(C):
         expert = tl.load(experts + c)
         is_used = (expert >= 0) & (expert < num_experts)
         weight = tl.load(weights + c, mask=is_used, other=0.0)
-        b_h = tl.load(hidden + c * INNER + o_k, mask=is_used & below(o_k, INNER, BLOCK_K), other=0.0)
-        total += tiles[c].to(tl.float32) * (weight * b_h)
+        total += tiles[c].to(tl.float32) * (weight * inputs[c].to(tl.float32))
     return total
 
 
@@ -121,7 +130,7 @@ def _second(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Write BLOCK_N outputs of a token: the weighted sum over its choices."""
     PARTS: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
@@ -130,25 +139,25 @@ def _second(
     experts += token * C
     weights += token * C
     hidden += token * (C * INNER)
-    # The experts were there before the first launch began.
+    # The experts were there before the first launch let this one begin.
     tiles = _load_choices(down, experts, o_n, 0, num_experts, H, INNER, C, BLOCK_N, BLOCK_K)
-    if DEPENDENT:
+    if OVERLAP:
         gdc_wait()
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    total = _add_choices(total, tiles, hidden, weights, experts, 0, num_experts, INNER, C, BLOCK_K)
+    total = _add_choices(total, tiles, hidden, weights, experts, 0, num_experts, INNER, C, BLOCK_N, BLOCK_K)
     for i in range(1, STEPS):
         tiles = _load_choices(down, experts, o_n, i, num_experts, H, INNER, C, BLOCK_N, BLOCK_K)
-        total = _add_choices(total, tiles, hidden, weights, experts, i, num_experts, INNER, C, BLOCK_K)
+        total = _add_choices(total, tiles, hidden, weights, experts, i, num_experts, INNER, C, BLOCK_N, BLOCK_K)
     tl.store(out + token * H + o_n, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=o_n < H)
 
 
 def run_direct(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, *, overlap: bool
 ) -> None:
-    """Write out `[T, H]`; `overlap`: the second launch may start while the first one runs."""
+    """Write out `[T, H]`; `overlap`: a launch may start while the one before it runs."""
     num_tokens, choices = experts.shape
     num_experts, width, inner = down.shape
-    hidden = torch.empty((num_tokens * choices, inner), dtype=torch.float32, device=x.device)
+    hidden = torch.empty((num_tokens * choices, inner), dtype=x.dtype, device=x.device)
     sizes = {"H": width, "INNER": inner, "C": choices}
     first = plan_direct_first(width)
     _first[(num_tokens * choices * triton.cdiv(inner, first.block_n),)](
@@ -164,9 +173,10 @@ def run_direct(
         STEPS=first.steps,
         UNROLL=first.unroll,
         EXACT=x.dtype == torch.float32,
-        DEPENDENTS=overlap,
+        OVERLAP=overlap,
         num_warps=first.warps,
         num_stages=1,
+        **launch_options(dependent=overlap),
     )
     second = plan_direct_second(inner, choices, down.element_size())
     _second[(num_tokens * triton.cdiv(width, second.block_n),)](
@@ -180,7 +190,7 @@ def run_direct(
         BLOCK_N=second.block_n,
         BLOCK_K=second.block_k,
         STEPS=second.steps,
-        DEPENDENT=overlap,
+        OVERLAP=overlap,
         num_warps=second.warps,
         num_stages=1,
         **launch_options(dependent=overlap),

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deltaline_kernels.device.sizes import cdiv, pow2
 
 ANY = 1 << 62
+HOPPER = (9, 0)
 # Tokens that are computed at once, which bounds what is kept of their choices.
 MAX_TOKENS = 16384
 # So few tokens have few experts in common: each choice is computed for itself.
@@ -114,6 +116,11 @@ def plan_direct_second(inputs: int, choices: int, itemsize: int) -> DirectPlan:
     block_k = min(512, pow2(inputs))
     rows = max(1, DIRECT_BYTES // (pow2(choices) * block_k * itemsize))
     return DirectPlan(min(8, rows), block_k, cdiv(inputs, block_k), 8 if rows >= 4 else 4)
+
+
+def can_overlap(tensor: Tensor) -> bool:
+    """Return whether a launch may start while the one before it still runs: from Hopper on."""
+    return tensor.device.type != "cpu" and torch.cuda.get_device_capability(tensor.device) >= HOPPER
 
 
 def launch_options(*, dependent: bool) -> dict[str, Any]:

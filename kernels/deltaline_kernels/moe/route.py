@@ -3,8 +3,10 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from deltaline_kernels.device.sizes import pow2
+from deltaline_kernels.moe.plan import can_overlap
 from deltaline_kernels.moe.router import Router
 
 # As in the reference: NaN counts as the least choice, and what can't be chosen is below it.
@@ -38,7 +40,11 @@ def _route(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    """Choose the experts of a token. OVERLAP: the next launch may begin, which waits for this one."""
+    if OVERLAP:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BLOCK_C)
     p_weights, p_experts = weights + token * CHOICES + o_c, experts + token * CHOICES + o_c
@@ -140,6 +146,7 @@ def route_triton(
         BLOCK_G=block_g,
         BLOCK_S=block_s,
         BLOCK_C=pow2(router.num_choices),
+        OVERLAP=can_overlap(logits),
         num_warps=max(1, min(8, block_g * block_s // WARP_EXPERTS)),
         num_stages=1,
     )
