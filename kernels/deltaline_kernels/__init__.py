@@ -44,19 +44,14 @@ from deltaline_kernels.moe import (
     MAX_EXPERTS,
     MAX_TOP_K,
     Router,
+    route_and_run_experts,
+    route_and_run_experts_reference,
     route_tokens,
     route_tokens_reference,
     run_experts,
     run_experts_reference,
 )
-from deltaline_kernels.norm import (
-    add_rms_norm,
-    add_rms_norm_reference,
-    gated_rms_norm,
-    gated_rms_norm_reference,
-    rms_norm,
-    rms_norm_reference,
-)
+from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rotary import rotate_and_store, rotate_and_store_reference
 from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 from deltaline_kernels.selftest.run import Check, run_selftest
@@ -80,8 +75,6 @@ __all__ = [
     "Rows",
     "add_lora",
     "add_lora_reference",
-    "add_rms_norm",
-    "add_rms_norm_reference",
     "and_masks",
     "causal_conv1d",
     "causal_conv1d_reference",
@@ -105,10 +98,10 @@ __all__ = [
     "mhc_pre_reference",
     "or_masks",
     "prepare_gates",
-    "rms_norm",
-    "rms_norm_reference",
     "rotate_and_store",
     "rotate_and_store_reference",
+    "route_and_run_experts",
+    "route_and_run_experts_reference",
     "route_tokens",
     "route_tokens_reference",
     "run_experts",

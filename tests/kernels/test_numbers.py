@@ -17,7 +17,6 @@ from torch import Tensor
 from deltaline_kernels import (
     Modifiers,
     Rows,
-    add_rms_norm,
     compat,
     find_modifier,
     flex_decode,
@@ -68,10 +67,6 @@ def ssd(device: str, one: float) -> list[Tensor]:
 
 def norm(device: str, one: float) -> list[Tensor]:
     return [gated_rms_norm(draw(device, 3, 2, 16), draw(device, 3, 2, 16), fp32(device, 16), one)]
-
-
-def norm_of_sums(device: str, one: float) -> list[Tensor]:
-    return list(add_rms_norm(draw(device, 3, 16), draw(device, 3, 16), fp32(device, 16), one, scale=one))
 
 
 def make_pages(device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +150,6 @@ CALLS: dict[str, Callable[[str, float], list[Tensor]]] = {
         delta,
         ssd,
         norm,
-        norm_of_sums,
         rotary,
         attention,
         dense_attention,

@@ -1,7 +1,7 @@
 """Experts of few tokens in Triton: each choice of a token for itself, in two launches.
 
-What takes time is to read the weights. The first launch is there when the one before it ends, which as a rule is that of
-the routes; the second one has its first weights on their way while the first one ends.
+What takes time is to read the weights. The first launch is there when the routes are, and has read what does not depend
+on them; the second one has its first weights on their way while the first one ends.
 """
 
 import torch
@@ -11,8 +11,27 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltaline_kernels.device.activation import silu
+from deltaline_kernels.device.overlap import can_overlap, launch_options
 from deltaline_kernels.device.state_tile import below
-from deltaline_kernels.moe.plan import launch_options, plan_direct_first, plan_direct_second
+from deltaline_kernels.moe.plan import plan_direct_first, plan_direct_second, plan_lines
+
+# Of a thread of the second launch: all of its programs for a token are there before the first launch has ended.
+SECOND_REGISTERS = 128
+
+
+@triton.jit
+def _call_for(pointer, size, first, LINES: tl.constexpr):
+    """Have LINES lines of 128 bytes, from line `first` on of `size` values at `pointer`, brought to the L2."""
+    LINE: tl.constexpr = 1024 // pointer.dtype.element_ty.primitive_bitwidth
+    o_l = tl.minimum((first.to(tl.int64) + tl.arange(0, LINES)) * LINE, size - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [(pointer + o_l).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.
@@ -20,6 +39,7 @@ from deltaline_kernels.moe.plan import launch_options, plan_direct_first, plan_d
 def _first(
     x,
     gate_up,
+    down,
     experts,
     hidden,
     x_stride,
@@ -27,28 +47,44 @@ def _first(
     H: tl.constexpr,
     INNER: tl.constexpr,
     C: tl.constexpr,
+    SHARED: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    LINES: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Write silu(gate) * up of a choice and BLOCK_N inner channels. OVERLAP: the launches before and behind."""
+    """Write silu(gate) * up of a choice and BLOCK_N inner channels. OVERLAP: the launches before and behind.
+
+    SHARED: so many choices, the last ones, are known to be the last experts, and don't wait for their routes.
+    """
+    PARTS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
+    # The last choices come first.
+    place = tl.program_id(0) // PARTS
+    choice = C - 1 - place // TOKENS
+    token = place % TOKENS
+    pair = token * C + choice
+    o_n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
+    expert = num_experts - C + choice
+    if choice < C - SHARED:
+        if OVERLAP:
+            if LINES > 0:
+                p_down = down + (num_experts - SHARED).to(tl.int64) * (H * INNER)
+                first = (tl.program_id(0) - SHARED * TOKENS * PARTS) * LINES
+                _call_for(p_down, SHARED * H * INNER, first, LINES)
+            gdc_wait()
+        expert = tl.load(experts + pair)
     if OVERLAP:
-        gdc_wait()
         # Only now: so what was there before this launch is there for the next one, too.
         gdc_launch_dependents()
-    PARTS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-    pair = tl.program_id(0) // PARTS
-    o_n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
-    expert = tl.load(experts + pair)
     if (expert >= 0) & (expert < num_experts):
-        p_x = x + (pair // C).to(tl.int64) * x_stride
+        p_x = x + token.to(tl.int64) * x_stride
         p_gate = gate_up + expert.to(tl.int64) * (2 * INNER * H) + o_n.to(tl.int64)[:, None] * H
         gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        for i in tl.range(0, STEPS, loop_unroll_factor=UNROLL):
+        for i in range(0, STEPS):
             o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             in_k = below(o_k, H, BLOCK_K)
             inside = below(o_n[:, None], INNER, BLOCK_N) & in_k
@@ -100,18 +136,15 @@ def _add_choices(
     BLOCK_K: tl.constexpr,
 ):
     """Return `total` and what block i of every choice adds to it, in the order of the choices."""
-    # As wide as the tiles: each thread loads what it multiplies, and nothing is exchanged between one load and the next.
+    # As wide as the tiles: each thread loads what it multiplies, and nothing is exchanged between two loads.
     o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :] + tl.zeros((BLOCK_N, 1), tl.int32)
-    inputs = ()
-    for c in tl.static_range(C):
-        expert = tl.load(experts + c)
-        is_used = (expert >= 0) & (expert < num_experts)
-        inputs = inputs + (tl.load(hidden + c * INNER + o_k, mask=is_used & below(o_k, INNER, BLOCK_K), other=0.0),)
     for c in tl.static_range(C):
         expert = tl.load(experts + c)
         is_used = (expert >= 0) & (expert < num_experts)
         weight = tl.load(weights + c, mask=is_used, other=0.0)
-        total += tiles[c].to(tl.float32) * (weight * inputs[c].to(tl.float32))
+        inside = is_used & below(o_k, INNER, BLOCK_K)
+        b_h = tl.load(hidden + c * INNER + o_k, mask=inside, other=0.0)
+        total += tiles[c].to(tl.float32) * (weight * b_h.to(tl.float32))
     return total
 
 
@@ -152,31 +185,48 @@ def _second(
 
 
 def run_direct(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, *, overlap: bool
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    out: Tensor,
+    *,
+    num_shared: int = 0,
 ) -> None:
-    """Write out `[T, H]`; `overlap`: a launch may start while the one before it runs."""
+    """Write out `[T, H]`; from Hopper on a launch may start while the one before it runs.
+
+    num_shared: so many choices of each token, the last ones, are the last experts, whatever `experts` holds. Their
+    products may be made while the launch before this call runs, which must be one that writes none of its arguments but
+    weights and experts, and that did not begin itself before the one before it had ended.
+    """
     num_tokens, choices = experts.shape
     num_experts, width, inner = down.shape
+    overlap = can_overlap(x)
     hidden = torch.empty((num_tokens * choices, inner), dtype=x.dtype, device=x.device)
     sizes = {"H": width, "INNER": inner, "C": choices}
     first = plan_direct_first(width)
-    _first[(num_tokens * choices * triton.cdiv(inner, first.block_n),)](
+    programs = num_tokens * triton.cdiv(inner, first.block_n)
+    _first[(choices * programs,)](
         x,
         gate_up,
+        down,
         experts,
         hidden,
         x.stride(0),
         num_experts,
         **sizes,
+        SHARED=num_shared,
+        TOKENS=num_tokens,
         BLOCK_N=first.block_n,
         BLOCK_K=first.block_k,
         STEPS=first.steps,
-        UNROLL=first.unroll,
+        LINES=plan_lines(num_shared * down[0].nbytes, (choices - num_shared) * programs),
         EXACT=x.dtype == torch.float32,
         OVERLAP=overlap,
         num_warps=first.warps,
         num_stages=1,
-        **launch_options(dependent=overlap),
+        **launch_options(overlap=overlap),
     )
     second = plan_direct_second(inner, choices, down.element_size())
     _second[(num_tokens * triton.cdiv(width, second.block_n),)](
@@ -193,5 +243,6 @@ def run_direct(
         OVERLAP=overlap,
         num_warps=second.warps,
         num_stages=1,
-        **launch_options(dependent=overlap),
+        maxnreg=SECOND_REGISTERS,
+        **launch_options(overlap=overlap),
     )

@@ -59,3 +59,17 @@ def run_experts_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Ten
                 hidden = silu(both[:inner]) * both[inner:]
                 out[t] += weight.to(compute) * (down[expert].to(compute) @ hidden)
     return out.to(x.dtype)
+
+
+def route_and_run_experts_reference(
+    x: Tensor,
+    logits: Tensor,
+    router: Router,
+    gate_up: Tensor,
+    down: Tensor,
+    bias: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+) -> Tensor:
+    """Return the outputs `[T, H]` as `route_and_run_experts` does."""
+    weights, experts = route_tokens_reference(logits, router, bias, query_start_loc)
+    return run_experts_reference(x, gate_up, down, weights, experts)

@@ -1,4 +1,4 @@
-"""RMS norms on the CPU: vectorised PyTorch, gated ones over blocks of tokens that fit in cache."""
+"""Gated RMS norm on the CPU: vectorised PyTorch over blocks of tokens that fit in cache."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,16 +22,3 @@ def gated_rms_norm_cpu(
         inverse = part.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         result = part if gate_first else gate.mul_(part)
         y[begin : begin + block] = result.mul_(w).mul_(inverse).flatten(1)
-
-
-def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, y: Tensor) -> None:
-    """Write the norm of each row of x to y `[T, D]`."""
-    y.copy_(F.rms_norm(x.float(), weight.shape, weight, eps))
-
-
-def add_rms_norm_cpu(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float, added: Tensor, y: Tensor
-) -> None:
-    """Write residual + scale * x to `added`, and the norm of that to y."""
-    added.copy_(residual).add_(x, alpha=scale)
-    rms_norm_cpu(added.to(x.dtype), weight, eps, y)

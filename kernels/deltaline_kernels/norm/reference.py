@@ -1,4 +1,4 @@
-"""RMS norms, as formulas: the truth that the other paths are tested against.
+"""Gated RMS norm, as a formula: the truth that the other paths are tested against.
 
 Computes in fp32 (fp64 when given fp64), on any device, without speed.
 """
@@ -21,19 +21,3 @@ def gated_rms_norm_reference(o: Tensor, z: Tensor, weight: Tensor, eps: float, *
     if not gate_first:
         y = y * gate
     return y.flatten(1).to(o.dtype)
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `[T, D]` in x.dtype: `x * rsqrt(mean(x^2) + eps) * weight`."""
-    compute = torch.promote_types(x.dtype, torch.float32)
-    wide = x.to(compute)
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(compute)).to(x.dtype)
-
-
-def add_rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Return the sum residual + scale * x in residual.dtype, and its norm in x.dtype."""
-    compute = torch.promote_types(residual.dtype, torch.float32)
-    added = (residual.to(compute) + scale * x.to(compute)).to(residual.dtype)
-    return added, rms_norm_reference(added.to(x.dtype), weight, eps)

@@ -19,14 +19,7 @@ from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.mamba2.inputs import MambaHeads
 from deltaline_kernels.mamba2.plan import choose_plan as choose_mamba_plan
 from deltaline_kernels.moe import Router
-from deltaline_kernels.norm import (
-    add_rms_norm,
-    add_rms_norm_reference,
-    gated_rms_norm,
-    gated_rms_norm_reference,
-    rms_norm,
-    rms_norm_reference,
-)
+from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 from deltaline_kernels.selftest.attention import attention_batches, compare_attention
 from deltaline_kernels.selftest.lora import compare_lora
@@ -95,7 +88,7 @@ def run_selftest(
         rotary_dim, page_size: of attention alone.
         is_gated, norms_heads: whether its outputs have a gate, and whether heads of queries and keys are normalised.
         raw_gates: whether the gated delta rule is given decays and strengths themselves, strengths of up to 2.
-        hidden: channels of the model's hidden states. streams: residual streams of them; 0: the model mixes none.
+        streams: residual streams of `hidden` channels; 0: the model mixes none.
         router: how tokens of `hidden` channels choose among `num_experts` experts of `expert_dim` channels, the shared
             ones not counted; None: the model has no experts.
 
@@ -135,7 +128,6 @@ def run_selftest(
     compared = chain(
         _compare_mixers(fills, shapes, device),
         _compare_adapters(fills, shapes, device),
-        _compare_norms(fills, hidden, dtype),
         mixed,
         routed,
         _compare_short_rows(fills["random"], shapes, device),
@@ -171,17 +163,6 @@ def _compare_adapters(fills: dict[str, Fill], shapes: Shapes, device: torch.devi
     for kind, fill in fills.items():
         for num_tokens in adapted if kind == "random" else adapted[-2:]:
             yield f"lora, {num_tokens} tokens, {kind}", *compare_lora(fill, num_tokens, shapes, device)
-
-
-def _compare_norms(fills: dict[str, Fill], hidden: int, dtype: torch.dtype) -> Iterator[Compared]:
-    """Yield what the norms of hidden states computed, and the sums before them, of few rows and of many."""
-    for kind, fill in fills.items():
-        weight = fill(hidden)
-        for num_tokens in (1, 300):
-            x, residual = fill(num_tokens, hidden).to(dtype), fill(num_tokens, hidden).to(dtype)
-            got = [rms_norm(x, weight, 1e-6), *add_rms_norm(x, residual, weight, 1e-6)]
-            want = [rms_norm_reference(x, weight, 1e-6), *add_rms_norm_reference(x, residual, weight, 1e-6)]
-            yield f"residual, {num_tokens} tokens, {kind}", got, want
 
 
 def _compare_short_rows(fill: Fill, shapes: Shapes, device: torch.device | str) -> Iterator[Compared]:

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels import AdapterTiles, LoraWeights, Rows, add_rms_norm, rms_norm
+from deltaline_kernels import AdapterTiles, LoraWeights, Rows
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import MLP, MlpNames, Module, Packed, mlp_modules
 from deltaline_server.layers.experts import EXPERTS, ExpertNames, Experts, expert_tensors
+from deltaline_server.layers.norm import rms_norm
 from deltaline_server.layers.projection import load_projection
 from deltaline_server.layers.shapes import ExpertsShape
 
@@ -37,8 +38,7 @@ class Layer(Protocol):
 class Residual:
     """A residual branch: hidden + scale * inner(norm(hidden)), or hidden + scale * norm(inner(hidden)) if norms_output.
 
-    The sum is fp32 if `in_fp32`, else in the dtype of what came; inner computes in `dtype`. It computes as a part of a
-    stack (stack.py).
+    The sum is fp32 if `in_fp32`, else in the dtype of what came; inner computes in `dtype`.
     """
 
     def __init__(
@@ -61,25 +61,15 @@ class Residual:
         """Itself, as what a layer of one branch is made of."""
         return (self,)
 
-    def enter(self, residual: Tensor) -> Tensor:
-        """Return what `inner` is given of a residual `[T, hidden]`, in `dtype`."""
-        entering = residual.to(self.dtype)
-        return entering if self.norms_output else rms_norm(entering, self.norm, self.eps)
-
-    def join(self, made: Tensor, residual: Tensor, following: Residual | None) -> tuple[Tensor, Tensor]:
-        """Add what `inner` made to the residual; return the sum, and what the branch behind this one is given of it.
-
-        following: that branch, whose norm and this sum are one launch if it norms its input; None: there is none, and
-        the sum is returned twice.
-        """
+    def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
+        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
+        residual, made = hidden.float() if self.in_fp32 else hidden, hidden.to(self.dtype)
+        if not self.norms_output:
+            made = rms_norm(made, self.norm, self.eps)
+        made = self.inner.forward(made, rows, state, tiles)
         if self.norms_output:
             made = rms_norm(made, self.norm, self.eps)
-        if self.in_fp32:
-            residual = residual.float()
-        if following is None or following.norms_output:
-            added = residual.add(made, alpha=self.scale)
-            return added, added if following is None else following.enter(added)
-        return add_rms_norm(made, residual, following.norm, following.eps, scale=self.scale)
+        return residual.add(made, alpha=self.scale)
 
 
 class Mlp:
@@ -106,6 +96,10 @@ class Block:
     def branches(self) -> tuple[Residual, ...]:
         """What it is made of, in their order."""
         return self.mixer, self.mlp
+
+    def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
+        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
+        return self.mlp.forward(self.mixer.forward(hidden, rows, state, tiles), rows, state, tiles)
 
 
 @dataclass(frozen=True)

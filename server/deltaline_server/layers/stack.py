@@ -1,7 +1,7 @@
 """Stacks: what a span computes, its layers one after the other.
 
-The end of a residual branch and the beginning of the next one, in the same layer or in the next, are one call of the
-kernels: the sum and the norm of it, and with streams what joins them.
+Without streams a layer adds to what it is given. With streams the end of a branch and the beginning of the next one,
+in the same layer or in the next, are one call of the kernels, norm included, whose launches overlap.
 """
 
 from __future__ import annotations
@@ -12,40 +12,22 @@ from typing import Any
 from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, Rows, mhc_post, mhc_post_pre, mhc_pre
-from deltaline_server.layers.block import Block, Layer, Residual
+from deltaline_server.layers.block import Layer
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
 from deltaline_server.step import SpanShapes
 
 
-class MixerStack:
-    """Mixers one after the other, without what blocks have around them."""
+class PlainStack:
+    """Layers one after the other."""
 
-    def __init__(self, mixers: Sequence[Layer]) -> None:
-        self._mixers = mixers
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = layers
 
     def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the layers' states."""
-        for mixer, state in zip(self._mixers, states, strict=True):
-            hidden = mixer.forward(hidden, rows, state, tiles)
+        for layer, state in zip(self._layers, states, strict=True):
+            hidden = layer.forward(hidden, rows, state, tiles)
         return hidden
-
-
-class BranchStack:
-    """Blocks whose branches add to one residual."""
-
-    def __init__(self, blocks: Sequence[Block | Residual]) -> None:
-        # Each branch with the place of its layer, and the one behind it.
-        branches = [(i, branch) for i, block in enumerate(blocks) for branch in block.branches]
-        following = [branch for _, branch in branches[1:]]
-        self._branches = [(*pair, after) for pair, after in zip(branches, (*following, None), strict=True)]
-
-    def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
-        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the layers' states."""
-        residual, entering = hidden, self._branches[0][1].enter(hidden)
-        for layer, branch, following in self._branches:
-            made = branch.inner.forward(entering, rows, states[layer], tiles)
-            residual, entering = branch.join(made, residual, following)
-        return residual
 
 
 class HyperStack:
@@ -86,21 +68,15 @@ class HyperStack:
         return residual.flatten(1) if self._head is None else self._head.join(residual)
 
 
-Stack = MixerStack | BranchStack | HyperStack
+Stack = PlainStack | HyperStack
 """What a span computes."""
 
 
 def make_stack(
-    layers: Sequence[Layer | Block | Residual | HyperBlock],
-    ends: SpanShapes,
-    streams: int,
-    load_head: Callable[[], HyperHead],
+    layers: Sequence[Layer | HyperBlock], ends: SpanShapes, streams: int, load_head: Callable[[], HyperHead]
 ) -> Stack:
-    """Make the stack of a span's layers, which are of one kind. streams: 0 where layers pass on `[T, hidden]`."""
-    blocks = [layer for layer in layers if isinstance(layer, Block | Residual)]
-    if streams:
-        head = None if ends.output_streams else load_head()
-        return HyperStack([layer for layer in layers if isinstance(layer, HyperBlock)], ends, streams, head)
-    if blocks:
-        return BranchStack(blocks)
-    return MixerStack([layer for layer in layers if not isinstance(layer, Block | Residual | HyperBlock)])
+    """Make the stack of a span's layers. streams: 0 where layers pass on `[T, hidden]`."""
+    if not streams:
+        return PlainStack([layer for layer in layers if not isinstance(layer, HyperBlock)])
+    head = None if ends.output_streams else load_head()
+    return HyperStack([layer for layer in layers if isinstance(layer, HyperBlock)], ends, streams, head)

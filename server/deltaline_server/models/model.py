@@ -20,7 +20,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.fingerprint import HashedTensors, fingerprint
 from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.random_tensors import ALGORITHM
-from deltaline_server.layers.block import Block, Layer, Residual
+from deltaline_server.layers.block import Layer
 from deltaline_server.layers.experts import expert_test_sizes
 from deltaline_server.layers.hyper_connection import HyperBlock
 from deltaline_server.layers.shapes import AttentionShape
@@ -197,7 +197,7 @@ def _load(plan: ModelPlan, options: ModelOptions, report: Callable[[int, int], o
     """Load the planned layers. Raises RuntimeError where there is no room."""
     requested = options.adapters
     store = None if requested is None else AdapterStore(plan.layout, requested.num_places, requested.max_rank)
-    layers: dict[int, Layer | Block | Residual | HyperBlock] = {}
+    layers: dict[int, Layer | HyperBlock] = {}
     for number in plan.layers:
         report(len(layers), len(plan.layers))
         adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)

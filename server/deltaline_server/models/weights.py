@@ -18,7 +18,7 @@ from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.checkpoints.random_tensors import RandomTensors
 from deltaline_server.checkpoints.respelled import RespelledTensors
 from deltaline_server.layers.attention import AttentionFamily
-from deltaline_server.layers.block import Block, Blocks, Layer, Residual
+from deltaline_server.layers.block import Blocks, Layer
 from deltaline_server.layers.experts import one_by_one
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
@@ -132,7 +132,7 @@ class LayerLoader:
         """Load the mixer of a layer, with these adapters' slots."""
         return self._mixers[self._kinds[layer].mixer].mixer(self.reader(layer), adapters)
 
-    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Block | Residual | HyperBlock:
+    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer | HyperBlock:
         """Load a layer and what surrounds its mixer, with these adapters' slots."""
         return self._blocks[self._kinds[layer]].block(self.reader(layer), self.mixer(layer, adapters), adapters)
 

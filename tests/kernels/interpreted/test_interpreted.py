@@ -31,12 +31,6 @@ from kernels.norm.test_norm import (
     test_norm_matches_the_reference,
     test_norm_of_zeros_is_zero,
 )
-from kernels.norm.test_residual import (
-    test_a_row_is_normed_alone,
-    test_a_sum_has_the_bits_of_torchs,
-    test_norms_match_the_reference,
-    test_sums_and_their_norms_match_the_reference,
-)
 from kernels.test_activation import check_far_silu, check_silu
 from rigs.kernels.batches import Layer, Row, make_batch
 from rigs.kernels.paths import InterpretedPath

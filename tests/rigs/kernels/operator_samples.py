@@ -73,8 +73,16 @@ def norm(path: Path) -> Given:
     return {"o": draw(path, 3, 2, 8), "z": draw(path, 3, 2, 8), "weight": draw(path, 8), "eps": 1e-6}
 
 
-def rms_norm(path: Path, **more: Any) -> Given:
-    return {"x": draw(path, 3, 8), "weight": normal(8).to(path.device), "eps": 1e-6} | more
+def routed(path: Path, router: Router, bias: Tensor | None = None) -> Given:
+    return {
+        "x": draw(path, 3, 16),
+        "logits": draw(path, 3, 8 + router.shared_gate),
+        "router": router,
+        "gate_up": draw(path, 8 + router.num_shared, 16, 16),
+        "down": draw(path, 8 + router.num_shared, 16, 8),
+        "bias": None if bias is None else bias.to(path.device),
+        "query_start_loc": ints(path, 0, 2),
+    }
 
 
 def rotary(path: Path) -> Given:
@@ -171,10 +179,6 @@ def dense(path: Path, **more: Any) -> Given:
 ROWS = Case([2, 1], [4, 1])
 SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
     "add_lora": [lora],
-    "add_rms_norm": [
-        lambda path: rms_norm(path, residual=draw(path, 3, 8)),
-        lambda path: rms_norm(path, residual=normal(3, 8).to(path.device), scale=0.5),
-    ],
     "causal_conv1d": [
         conv1d,
         lambda path: conv1d(path, split=(16, 16, 16), activation=None),
@@ -245,7 +249,6 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: streams(path, "residual gates"),
         lambda path: streams(path, "residual gates", out=draw(path, 3, 16)),
     ],
-    "rms_norm": [rms_norm],
     "rotate_and_store": [rotary],
     "route_tokens": [
         lambda path: {"logits": draw(path, 3, 9), "router": Router(2, num_shared=1, shared_gate=True)},
@@ -255,6 +258,10 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
             "bias": normal(8).to(path.device),
             "query_start_loc": ints(path, 0, 2),
         },
+    ],
+    "route_and_run_experts": [
+        lambda path: routed(path, Router(2, num_shared=1, shared_gate=True)),
+        lambda path: routed(path, Router(2, "sigmoid", num_groups=4, top_groups=2, num_shared=1), normal(8)),
     ],
     "run_experts": [lambda path: experts(path, 3), lambda path: experts(path, 70)],
     "selective_state_update": [

@@ -13,11 +13,10 @@ from deltaline_kernels import (
     Router,
     Rows,
     add_lora,
-    add_rms_norm,
     causal_conv1d,
     gated_rms_norm,
     group_tokens,
-    rms_norm,
+    route_and_run_experts,
     route_tokens,
     run_experts,
     spread_slots,
@@ -53,14 +52,6 @@ class Path:
     def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
         return gated_rms_norm(o, z, weight, eps, gate_first=gate_first)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, weight, eps, scale=scale)
-
     def spread(self, row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
         return spread_slots(row_slots, query_start_loc, num_tokens)
 
@@ -80,6 +71,18 @@ class Path:
 
     def run_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return run_experts(x, gate_up, down, weights, experts)
+
+    def route_and_run(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        router: Router,
+        gate_up: Tensor,
+        down: Tensor,
+        bias: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
+    ) -> Tensor:
+        return route_and_run_experts(x, logits, router, gate_up, down, bias, query_start_loc)
 
 
 class InterpretedPath(Path):
@@ -113,22 +116,6 @@ class InterpretedPath(Path):
         y = torch.empty(o.shape[0], o.shape[1] * o.shape[2], dtype=o.dtype)
         gated_rms_norm_triton(o, z, weight, eps, y, gate_first=gate_first)
         return y
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from deltaline_kernels.norm.residual import rms_norm_triton
-
-        y = torch.empty(x.shape, dtype=x.dtype)
-        rms_norm_triton(x, weight, eps, y)
-        return y
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        from deltaline_kernels.norm.residual import add_rms_norm_triton
-
-        added, y = torch.empty(x.shape, dtype=residual.dtype), torch.empty(x.shape, dtype=x.dtype)
-        add_rms_norm_triton(x, residual, weight, eps, scale, added, y)
-        return added, y
 
     def spread(self, row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
         from deltaline_kernels.lora.spread import spread_slots_triton
@@ -168,4 +155,21 @@ class InterpretedPath(Path):
 
         out = torch.empty(x.shape, dtype=x.dtype)
         run_experts_triton(x, gate_up, down, weights, experts, out)
+        return out
+
+    def route_and_run(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        router: Router,
+        gate_up: Tensor,
+        down: Tensor,
+        bias: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
+    ) -> Tensor:
+        from deltaline_kernels.moe.launch import route_and_run_triton
+
+        weights, out = torch.full((len(x), router.num_choices), torch.nan), torch.empty(x.shape, dtype=x.dtype)
+        experts = torch.full(weights.shape, 99, dtype=torch.int32)
+        route_and_run_triton(x, logits, router, gate_up, down, bias, query_start_loc, weights, experts, out)
         return out

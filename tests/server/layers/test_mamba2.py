@@ -64,14 +64,14 @@ def test_residuals_have_the_dtype_that_the_config_asks_for(
 ) -> None:
     oracle = make_oracle("mamba2", layers=1, dtype="bfloat16", residual_in_fp32=in_fp32)
     served, hidden, dtypes = serve(oracle.options(device)), 64 * torch.randn(40, HIDDEN).bfloat16(), []
-    join = Residual.join
+    forward = Residual.forward
 
-    def spy(self: Residual, *inputs: Any) -> tuple[Tensor, Tensor]:
-        joined = join(self, *inputs)
-        dtypes.append(joined[0].dtype)
-        return joined
+    def spy(self: Residual, *inputs: Any) -> Tensor:
+        made = forward(self, *inputs)
+        dtypes.append(made.dtype)
+        return made
 
-    monkeypatch.setattr(Residual, "join", spy)
+    monkeypatch.setattr(Residual, "forward", spy)
     ours = served.step(hidden, [1], [40])
     assert dtypes == [torch.float32 if in_fp32 else torch.bfloat16]
     assert_close(ours, oracle.run(range(1), hidden), tolerance=2e-2)
