@@ -25,6 +25,8 @@ SORTED_CHOICES = 48
 ROW_UNIT = 8
 # And they begin at a multiple of these bytes.
 COPY_BYTES = 16
+# Weights of gate, and as many of up, that a program of the first direct kernel has on their way.
+DIRECT_VALUES = 4096
 # Bytes of weights that a program of the second direct kernel has on their way.
 DIRECT_BYTES = 32 << 10
 # What is called for at once, and the most of it by a program.
@@ -123,7 +125,7 @@ def is_sorted(num_tokens: int, choices: int, x: Tensor, down: Tensor) -> bool:
 def plan_direct_first(inputs: int) -> DirectPlan:
     """Return how gate_up meets the tokens: `block_n` rows of gate and as many of up."""
     block_k = min(2048, pow2(inputs))
-    return DirectPlan(2, block_k, cdiv(inputs, block_k), 2)
+    return DirectPlan(min(8, DIRECT_VALUES // block_k), block_k, cdiv(inputs, block_k), 2)
 
 
 def plan_direct_second(inputs: int, choices: int, itemsize: int) -> DirectPlan:

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels import AdapterTiles, Router, Rows, route_and_run_experts
+from deltaline_kernels import AdapterTiles, Router, Rows, linear, route_and_run_experts
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import ALL, MlpNames, Module, mlp_modules, whole_sections
 from deltaline_server.layers.shapes import ExpertsShape
@@ -75,7 +74,7 @@ class Experts:
 
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; it has no state. Tokens behind the rows have no experts."""
-        logits = F.linear(hidden, self._gates)
+        logits = linear(hidden, self._gates)
         starts = rows.query_start_loc
         y = route_and_run_experts(hidden, logits, self._router, self._gate_up, self._down, query_start_loc=starts)
         return y if self._ranks is None else self._ranks.sum(y)

@@ -16,6 +16,7 @@ from deltaline_kernels import (
     causal_conv1d,
     gated_rms_norm,
     group_tokens,
+    linear,
     route_and_run_experts,
     route_tokens,
     run_experts,
@@ -83,6 +84,9 @@ class Path:
         query_start_loc: Tensor | None = None,
     ) -> Tensor:
         return route_and_run_experts(x, logits, router, gate_up, down, bias, query_start_loc)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight)
 
 
 class InterpretedPath(Path):
@@ -173,3 +177,9 @@ class InterpretedPath(Path):
         experts = torch.full(weights.shape, 99, dtype=torch.int32)
         route_and_run_triton(x, logits, router, gate_up, down, bias, query_start_loc, weights, experts, out)
         return out
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        from deltaline_kernels.linear.plan import choose_plan
+        from deltaline_kernels.linear.product import multiply
+
+        return multiply(x, weight, choose_plan(len(x)))
