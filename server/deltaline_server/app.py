@@ -41,6 +41,7 @@ from deltaline_server.front.state_service import StateService
 from deltaline_server.front.trust.principals import open_principals
 from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.front.trust.tls import Tls
+from deltaline_server.front.trust.turns import Turns
 from deltaline_server.log import Progress, event, told
 from deltaline_server.ports import PortError, bind_grpc, bind_http, bind_link, open_tls, ways_in
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
@@ -114,9 +115,16 @@ class Server:
             num_connections = connections(num_ports, MAX_CONNECTIONS if config.metrics_port >= 0 else 0)
         except (AuditError, DescriptorError) as error:
             raise StartError(str(error)) from error
-        self._refusals = Refusals(self._clock)
+        self._refusals, self._turns = Refusals(self._clock), Turns(self._clock)
         interceptor = Interceptor(
-            self.metrics, self.principals, self._tracing, self.gate, self._audit, self._refusals, self.identity
+            self.metrics,
+            self.principals,
+            self._tracing,
+            self.gate,
+            self._audit,
+            self._refusals,
+            self.identity,
+            self._turns,
         )
         options = grpc_options(self._message_bytes, connections=num_connections, max_age_s=config.max_age_s)
         self._server = grpc.aio.server(interceptors=[interceptor], options=options)
@@ -280,6 +288,7 @@ class Server:
             observer=self.metrics,
             principals=self.principals,
             refusals=self._refusals,
+            turns=self._turns,
             clock=self._clock,
             tracing=self._tracing,
             states=runtime.states,

@@ -25,6 +25,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import CpuExecutor, Executor, Report
+from deltaline_server.engine.graphs import buckets_of
 from deltaline_server.front.reply_bytes import most_step_bytes
 from deltaline_server.front.requests import Served
 from deltaline_server.layers.state_pool import StateOptions, StatePool
@@ -32,7 +33,7 @@ from deltaline_server.layers.streams import StreamEnds
 from deltaline_server.memory.pinning import CudaPinning
 from deltaline_server.memory.regions import Regions
 from deltaline_server.models.config import Scope
-from deltaline_server.models.kernel_check import check_kernels
+from deltaline_server.models.kernel_check import self_test
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.models.servable import Auto
 from deltaline_server.moving.drain import Drain
@@ -104,9 +105,7 @@ class Runtime:
         check_adapter_memory(loaded)
         model = load_model(loaded, report)
         options = state_options(config)
-        if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
-            for shape in dict.fromkeys(model.shapes):
-                check_kernels(model.device, model.dtype, shape, options, model.block_sizes)
+        self_test(model, options)
         pool = model.make_pool(options)
         limits = make_limits(config)
         executor = make_executor(model, pool, limits)
@@ -296,7 +295,7 @@ def make_executor(model: Model, pool: StatePool, limits: Limits) -> Executor:
         return CpuExecutor(model, pool)
     from deltaline_server.engine.cuda_executor import CudaExecutor  # it needs triton, which is installed on Linux alone
 
-    return CudaExecutor(model, pool, limits)
+    return CudaExecutor(model, pool, buckets_of(model, pool, limits))
 
 
 def line_pool(config: Config, model: Model, pool: StatePool, engine: Engine) -> LinePool:
