@@ -4,6 +4,7 @@ They compute on tensors, rows and lines; models, sequences and requests are what
 validates its arguments and picks the path by device.
 """
 
+from deltaline_kernels.activation import silu_and_mul, silu_and_mul_reference
 from deltaline_kernels.attention import (
     BlockLists,
     Modifiers,
@@ -52,7 +53,14 @@ from deltaline_kernels.moe import (
     run_experts,
     run_experts_reference,
 )
-from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
+from deltaline_kernels.norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    gated_rms_norm,
+    gated_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from deltaline_kernels.rotary import rotate_and_store, rotate_and_store_reference
 from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 from deltaline_kernels.selftest.run import Check, run_selftest
@@ -76,6 +84,8 @@ __all__ = [
     "Rows",
     "add_lora",
     "add_lora_reference",
+    "add_rms_norm",
+    "add_rms_norm_reference",
     "and_masks",
     "causal_conv1d",
     "causal_conv1d_reference",
@@ -101,6 +111,8 @@ __all__ = [
     "mhc_pre_reference",
     "or_masks",
     "prepare_gates",
+    "rms_norm",
+    "rms_norm_reference",
     "rotate_and_store",
     "rotate_and_store_reference",
     "route_and_run_experts",
@@ -110,6 +122,8 @@ __all__ = [
     "run_experts",
     "run_experts_reference",
     "run_selftest",
+    "silu_and_mul",
+    "silu_and_mul_reference",
     "spread_slots",
     "spread_slots_reference",
 ]

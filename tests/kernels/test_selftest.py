@@ -35,7 +35,7 @@ from deltaline_kernels.selftest.shapes import Shapes, batches
 def families(recurrence: str, *more: str) -> set[str]:
     """What the self-test compares of a model."""
     mixer = {"rotary", "attention"} if recurrence == "attention" else {"conv1d", recurrence, "norm"}
-    return {"lora", *mixer, *more}
+    return {"lora", "residual", *mixer, *more}
 
 
 # A recurrence and the sizes of a model.

@@ -22,6 +22,7 @@ from deltaline_kernels.moe import Router
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 from deltaline_kernels.selftest.attention import attention_batches, compare_attention
+from deltaline_kernels.selftest.block import compare_block
 from deltaline_kernels.selftest.lora import compare_lora
 from deltaline_kernels.selftest.mhc import compare_mhc
 from deltaline_kernels.selftest.moe import compare_moe
@@ -70,6 +71,7 @@ def run_selftest(
     raw_gates: bool = False,
     streams: int = 0,
     hidden: int = 64,
+    mlp_dim: int = 0,
     router: Router | None = None,
     num_experts: int = 0,
     expert_dim: int = 64,
@@ -88,7 +90,8 @@ def run_selftest(
         rotary_dim, page_size: of attention alone.
         is_gated, norms_heads: whether its outputs have a gate, and whether heads of queries and keys are normalised.
         raw_gates: whether the gated delta rule is given decays and strengths themselves, strengths of up to 2.
-        streams: residual streams of `hidden` channels; 0: the model mixes none.
+        hidden: channels of the model's hidden states. streams: residual streams of them; 0: the model mixes none.
+        mlp_dim: channels of its MLPs between their products; 0: it has none.
         router: how tokens of `hidden` channels choose among `num_experts` experts of `expert_dim` channels, the shared
             ones not counted; None: the model has no experts.
 
@@ -128,6 +131,7 @@ def run_selftest(
     compared = chain(
         _compare_mixers(fills, shapes, device),
         _compare_adapters(fills, shapes, device),
+        compare_block(fills, hidden, mlp_dim, dtype),
         mixed,
         routed,
         _compare_short_rows(fills["random"], shapes, device),

@@ -20,7 +20,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.fingerprint import HashedTensors, fingerprint
 from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.random_tensors import ALGORITHM
-from deltaline_server.layers.block import Layer
+from deltaline_server.layers.block import Block, Layer
 from deltaline_server.layers.experts import expert_test_sizes
 from deltaline_server.layers.hyper_connection import HyperBlock
 from deltaline_server.layers.shapes import AttentionShape
@@ -85,8 +85,8 @@ class Model:
 
     Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); ends (of each span: what a token
     is); hidden_size; dtype and numpy_dtype of hidden states; device; shapes (of the layers' mixers on this rank);
-    block_sizes (the self-test's arguments for what blocks have beside mixers: residual streams, experts); layout (of
-    what adapters may change); adapters (their places, None where there are none); paged_spans (those with attention
+    block_sizes (the self-test's arguments for what blocks have beside mixers: residual streams, MLPs, experts); layout
+    (of what adapters may change); adapters (their places, None where there are none); paged_spans (those with attention
     layers, which keep pages); left_out (what AUTO left to the orchestrator, and why, in one line; else empty).
     """
 
@@ -108,6 +108,7 @@ class Model:
         self.device = placement.device
         self.shapes = tuple(shapes[layer] for layer in plan.layers)
         self.block_sizes: dict[str, Any] = {"streams": plan.streams, "hidden": config.hidden_size}
+        self.block_sizes["mlp_dim"] = plan.loader.mlp_dim
         if plan.loader.experts is not None:
             self.block_sizes |= expert_test_sizes(plan.loader.experts)
         self.layout = plan.layout
@@ -197,7 +198,7 @@ def _load(plan: ModelPlan, options: ModelOptions, report: Callable[[int, int], o
     """Load the planned layers. Raises RuntimeError where there is no room."""
     requested = options.adapters
     store = None if requested is None else AdapterStore(plan.layout, requested.num_places, requested.max_rank)
-    layers: dict[int, Layer | HyperBlock] = {}
+    layers: dict[int, Layer | Block | HyperBlock] = {}
     for number in plan.layers:
         report(len(layers), len(plan.layers))
         adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)

@@ -18,7 +18,7 @@ from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.checkpoints.random_tensors import RandomTensors
 from deltaline_server.checkpoints.respelled import RespelledTensors
 from deltaline_server.layers.attention import AttentionFamily
-from deltaline_server.layers.block import Blocks, Layer
+from deltaline_server.layers.block import Block, Blocks, Layer
 from deltaline_server.layers.experts import one_by_one
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
@@ -106,7 +106,8 @@ def random_init(
 class LayerLoader:
     """Loads served layers from a source, one at a time, for one rank.
 
-    shapes: of each layer's mixer on this rank. experts: of the layers that are served with them, None where none is.
+    shapes: of each layer's mixer on this rank. mlp_dim: inner channels of the MLPs on this rank, 0 where no layer is
+    served with one. experts: of the layers that are served with them, None where none is.
 
     Raises ModelError at construction: a layer is not servable in this scope; a tensor is missing, extra or misshapen;
     its dtype is not one of checkpoint.DTYPES; the heads can't be dealt out to the ranks.
@@ -125,14 +126,16 @@ class LayerLoader:
         self._blocks = {kind: block_family(config, kind) for kind in distinct}
         shares = {kind: config.shapes[kind.mixer].shard(placement.world_size) for kind in distinct}
         self.shapes: dict[int, MixerShape] = {i: shares[kind] for i, kind in kinds.items()}
-        self.experts = _share_mlps(config, {kind.mlp for kind in distinct}, placement.world_size)
+        mlps = {kind.mlp for kind in distinct}
+        self.experts = _share_mlps(config, mlps, placement.world_size)
+        self.mlp_dim = config.intermediate_size // placement.world_size if MlpKind.DENSE in mlps else 0
         self._prefix = _check_tensors(source, config, kinds, scope)
 
     def mixer(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer:
         """Load the mixer of a layer, with these adapters' slots."""
         return self._mixers[self._kinds[layer].mixer].mixer(self.reader(layer), adapters)
 
-    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer | HyperBlock:
+    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Block | HyperBlock:
         """Load a layer and what surrounds its mixer, with these adapters' slots."""
         return self._blocks[self._kinds[layer]].block(self.reader(layer), self.mixer(layer, adapters), adapters)
 
