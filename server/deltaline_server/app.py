@@ -44,6 +44,7 @@ from deltaline_server.front.trust.tls import Tls
 from deltaline_server.front.trust.turns import Turns
 from deltaline_server.log import Progress, event, told
 from deltaline_server.ports import PortError, bind_grpc, bind_http, bind_link, open_tls, ways_in
+from deltaline_server.ranks.place import Place
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
 from deltaline_server.telemetry.audit import AuditError, open_audit
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing
@@ -73,8 +74,11 @@ class Server:
     metrics_port (0 when there is none) as bound, address of gRPC, identity, link, principals, runtime, metrics.
     """
 
-    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.config = config
+    def __init__(
+        self, config: Config, place: Place | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """place: rank 0's among the ranks of the server, None where there are none."""
+        self.config, self._place = config, place
         self.port = self.metrics_port = 0
         self.address = ""
         self._clock = clock
@@ -208,11 +212,17 @@ class Server:
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
         self.runtime.scheduler.halt()
         self._layer_service.close()
-        await self._state_service.close()
-        await self.runtime.close()
+        # What waits for a rank that is gone waits for ever.
+        limit_s = STOP_GRACE_S if self._place is not None and self.runtime.engine.failed() else None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._free(), limit_s)
         await self._close_telemetry()
         gc.unfreeze()  # or what the server had would stay for as long as the process does
         event(_log, "stopped")
+
+    async def _free(self) -> None:
+        await self._state_service.close()
+        await self.runtime.close()
 
     def _listen(self) -> None:
         """Bind everything that calls come by. Raises StartError."""
@@ -237,7 +247,9 @@ class Server:
         )
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
         observer = self.metrics if self._tracing is None else self._tracing.observer(self.metrics)
-        building = asyncio.to_thread(Runtime.build, config, observer, self._clock, call_soon, progress.report)
+        building = asyncio.to_thread(
+            Runtime.build, config, observer, self._clock, call_soon, progress.report, self._place
+        )
         runtime = await told(building, _log, "still loading", layers=progress)
         model, pool = runtime.model, runtime.pool
         event(

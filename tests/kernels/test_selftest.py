@@ -13,19 +13,23 @@ from rigs.kernels.paths import Path
 from deltaline_kernels import (
     Router,
     Rows,
+    add_rms_norm,
     causal_conv1d,
     flex_decode,
     gated_delta,
     gated_rms_norm,
     mamba2,
     mhc_post_pre,
+    rms_norm,
     run_selftest,
+    silu_and_mul,
 )
 from deltaline_kernels.gated_delta.inputs import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.gated_delta.inputs import DeltaHeads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.moe import plan
 from deltaline_kernels.selftest import attention as attention_selftest
+from deltaline_kernels.selftest import block as block_selftest
 from deltaline_kernels.selftest import mhc as mhc_selftest
 from deltaline_kernels.selftest import moe as moe_selftest
 from deltaline_kernels.selftest import run as selftest
@@ -103,6 +107,10 @@ def shifted(function: Callable[..., Any], wrong: float = 1.0) -> Callable[..., A
     return lambda *args, **kw: torch.as_tensor(function(*args, **kw)) + wrong
 
 
+def unscaled(*args: Any, scale: float) -> Any:
+    return add_rms_norm(*args)
+
+
 def forgetful(*args: Any, **kw: Any) -> Any:
     """Leave the states as they were."""
     before = args[5].clone()
@@ -119,8 +127,11 @@ def forgetful(*args: Any, **kw: Any) -> Any:
         (selftest, "gated_delta", forgetful, "gated_delta", "gated_delta"),
         (selftest, "mamba2", shifted(mamba2), "mamba2", "mamba2"),
         (attention_selftest, "flex_decode", shifted(flex_decode), "attention", "attention"),
+        (block_selftest, "rms_norm", shifted(rms_norm), "attention", "residual"),
+        (block_selftest, "add_rms_norm", unscaled, "attention", "residual"),
+        (block_selftest, "silu_and_mul", shifted(silu_and_mul), "attention", "activation"),
     ],
-    ids=["shifted", "nan", "forgetful", "mamba2", "attention"],
+    ids=["shifted", "nan", "forgetful", "mamba2", "attention", "norm", "sum", "activation"],
 )
 def test_selftest_names_the_wrong_family(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, wrong: Any, recurrence: str, family: str
@@ -128,6 +139,16 @@ def test_selftest_names_the_wrong_family(
     monkeypatch.setattr(module, name, wrong)
     failed = {check.name.split(",")[0] for check in run_selftest("cpu", recurrence=recurrence) if not check.ok}
     assert failed == {family}
+
+
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part draws numbers of its own."""
+    sizes: dict[str, Any] = {"router": Router(2), "num_experts": 16, "streams": 2}
+    alone = run_selftest("cpu", torch.bfloat16, **sizes)
+    monkeypatch.setitem(selftest.THREADS, "cpu", 4)
+    beside = [run_selftest("cpu", torch.bfloat16, **sizes) for _ in range(3)]
+    assert beside == [alone] * 3
+    assert len({check.name for check in alone}) == len(alone)
 
 
 @pytest.mark.parametrize(("name", "part"), [("route_tokens", "routes"), ("run_experts", "experts")])

@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 
 from deltaline_bench.model.shapes import Shape
 from deltaline_kernels.rows import NUM_FIELDS
+from deltaline_server.computing import (
+    make_executor,
+    make_limits,
+    model_options,
+    state_options,
+)
 from deltaline_server.config import Config
 from deltaline_server.engine.executor import Executor
 from deltaline_server.engine.graphs import buckets_of
 from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_state
 from deltaline_server.models.kernel_check import self_test
 from deltaline_server.models.model import Model, load_model
-from deltaline_server.runtime import (
-    make_executor,
-    make_limits,
-    model_options,
-    state_options,
-)
 from deltaline_server.step import Limits, StepBatch
 
 WARM_UP = 3

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, RecurrentShape
+from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, MixerShape, RecurrentShape
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.parts import LayerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
@@ -66,8 +66,7 @@ class Work:
     def state_bytes(self) -> int:
         """Bytes of the conv and recurrent states of one sequence, which a step reads and writes."""
         total = 0
-        for kind in self.kinds:
-            shape = self.config.shapes[kind.mixer]
+        for shape in self._shapes:
             if isinstance(shape, RecurrentShape):
                 total += math.prod(shape.state) * STATE_ITEMSIZE
                 total += (shape.conv_width - 1) * shape.conv_channels * self.itemsize
@@ -75,8 +74,14 @@ class Work:
 
     def token_kv_bytes(self) -> int:
         """Bytes of the keys and values of one token."""
-        shapes = (self.config.shapes[kind.mixer] for kind in self.kinds)
-        return sum(2 * shape.key_channels * self.itemsize for shape in shapes if isinstance(shape, AttentionShape))
+        return sum(
+            2 * shape.key_channels * self.itemsize for shape in self._shapes if isinstance(shape, AttentionShape)
+        )
+
+    @property
+    def _shapes(self) -> list[MixerShape]:
+        """Of all mixers."""
+        return [self.config.shapes[mixer] for kind in self.kinds for mixer in kind.mixers]
 
     def decode_bytes(self, rows: int, context: int) -> int:
         """The least that a decode of so many rows moves: weights once, each row's state in and out, the keys and values

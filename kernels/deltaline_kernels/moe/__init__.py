@@ -15,6 +15,9 @@ from deltaline_kernels.moe.reference import (
 from deltaline_kernels.moe.router import MAX_EXPERTS, MAX_TOP_K, Router
 from deltaline_kernels.operators import operator
 
+# What an expert does with its inner channels: silu of half of them times the other half, or their squared relu.
+SILU, RELU2 = "silu", "relu2"
+
 __all__ = [
     "MAX_EXPERTS",
     "MAX_TOP_K",
@@ -72,24 +75,28 @@ def route_tokens(
 
 
 @operator(_fake_output)
-def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def run_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str = SILU
+) -> Tensor:
     """Return `[T, H]` in x.dtype: the weighted sum over each token's experts, in the order in which it has them.
 
         out[t] = sum over c of weights[t, c] D (silu(G x[t]) * (U x[t])),  G, U, D those of expert experts[t, c]
+        out[t] = sum over c of weights[t, c] D relu(U x[t]) ** 2,  with the activation "relu2"
 
     Does not wait for the device, nor depends how it computes on what `experts` holds.
 
     Args:
         x: `[T, H]` fp32, bf16 or fp16, a row stride is fine.
-        gate_up: `[E, 2 I, H]`, G above U, and down: `[E, H, I]`, both contiguous and in x.dtype; shared experts are
-            the last ones of E.
+        gate_up: `[E, 2 I, H]`, G above U, or U alone `[E, I, H]` with the activation "relu2"; and down: `[E, H, I]`,
+            both contiguous and in x.dtype; shared experts are the last ones of E.
         weights: `[T, C]` fp32, contiguous. experts: `[T, C]` int32, contiguous; every value outside 0..E-1, such as
             -1, stands for none, whose weight does not count. A token without experts gets zeros.
+        activation: "silu" or "relu2".
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    num_tokens, device = _check_experts(x, gate_up, down), x.device
+    num_tokens, device = _check_experts(x, gate_up, down, activation), x.device
     check_tensor("weights", weights, (num_tokens, None), (torch.float32,), device)
     if weights.shape[1] < 1:
         raise ValueError(f"weights: expected at least 1 choice per token, got shape {list(weights.shape)}")
@@ -97,12 +104,12 @@ def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
     out = torch.empty(x.shape, dtype=x.dtype, device=device)
     if num_tokens > 0:
         if device.type == "cpu":
-            run_experts_cpu(x, gate_up, down, weights, experts, out)
+            run_experts_cpu(x, gate_up, down, weights, experts, out, gated=activation == SILU)
         else:
             # Imported here: only this path needs triton, which is installed on Linux alone.
             from deltaline_kernels.moe.launch import run_experts_triton
 
-            run_experts_triton(x, gate_up, down, weights, experts, out)
+            run_experts_triton(x, gate_up, down, weights, experts, out, gated=activation == SILU)
     return out
 
 
@@ -115,6 +122,7 @@ def route_and_run_experts(
     down: Tensor,
     bias: Tensor | None = None,
     query_start_loc: Tensor | None = None,
+    activation: str = SILU,
 ) -> Tensor:
     """Return `[T, H]` in x.dtype: what `run_experts` makes of the routes that `route_tokens` makes.
 
@@ -122,14 +130,14 @@ def route_and_run_experts(
 
     Args:
         logits, router, bias, query_start_loc: as `route_tokens` has them.
-        x, gate_up, down: as `run_experts` has them; of E experts the last `num_shared` are the shared ones.
+        x, gate_up, down, activation: as `run_experts` has them; of E experts the last `num_shared` are the shared ones.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     num_tokens, device = _check_routes(logits, router, bias, query_start_loc), x.device
     check_tensor("x", x, (num_tokens, None), ACTIVATIONS, logits.device, row_stride=True)
-    _check_experts(x, gate_up, down)
+    _check_experts(x, gate_up, down, activation)
     count = logits.shape[1] - router.shared_gate + router.num_shared
     if len(down) != count:
         raise ValueError(f"down: expected {count} experts, those of the logits and the shared ones, got {len(down)}")
@@ -139,12 +147,13 @@ def route_and_run_experts(
     if num_tokens > 0:
         if device.type == "cpu":
             route_cpu(logits, router, bias, query_start_loc, weights, experts)
-            run_experts_cpu(x, gate_up, down, weights, experts, out)
+            run_experts_cpu(x, gate_up, down, weights, experts, out, gated=activation == SILU)
         else:
             # Imported here: only this path needs triton, which is installed on Linux alone.
             from deltaline_kernels.moe.launch import route_and_run_triton
 
-            route_and_run_triton(x, logits, router, gate_up, down, bias, query_start_loc, weights, experts, out)
+            routed = bias, query_start_loc, weights, experts
+            route_and_run_triton(x, logits, router, gate_up, down, *routed, out, gated=activation == SILU)
     return out
 
 
@@ -165,13 +174,17 @@ def _check_routes(logits: Tensor, router: Router, bias: Tensor | None, query_sta
     return logits.shape[0]
 
 
-def _check_experts(x: Tensor, gate_up: Tensor, down: Tensor) -> int:
+def _check_experts(x: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> int:
     """Check tokens and the experts' weights; return the number of tokens."""
+    if activation not in (SILU, RELU2):
+        raise ValueError(f"activation: expected {SILU} or {RELU2}, got {activation!r}")
+    halves = 2 if activation == SILU else 1
     check_tensor("x", x, (None, None), ACTIVATIONS, None, row_stride=True)
     device, width = x.device, x.shape[1]
     check_tensor("gate_up", gate_up, (None, None, width), (x.dtype,), device)
     num_experts, both, _ = gate_up.shape
-    if num_experts < 1 or width < 1 or both < 2 or both % 2:
-        raise ValueError(f"gate_up: expected shape [E, 2 I, H], none of them 0, got {list(gate_up.shape)}")
-    check_tensor("down", down, (num_experts, width, both // 2), (x.dtype,), device)
+    if num_experts < 1 or width < 1 or both < halves or both % halves:
+        rows = "2 I" if halves == 2 else "I"
+        raise ValueError(f"gate_up: expected shape [E, {rows}, H], none of them 0, got {list(gate_up.shape)}")
+    check_tensor("down", down, (num_experts, width, both // halves), (x.dtype,), device)
     return x.shape[0]

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deltaline_kernels.device.activation import silu
+from deltaline_kernels.device.activation import relu2, silu
 from deltaline_kernels.device.overlap import can_overlap, launch_options
 from deltaline_kernels.device.state_tile import below
 from deltaline_kernels.moe.plan import plan_direct_first, plan_direct_second, plan_lines
@@ -53,12 +53,14 @@ def _first(
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
     LINES: tl.constexpr,
+    GATED: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Write silu(gate) * up of a choice and BLOCK_N inner channels. OVERLAP: the launches before and behind.
+    """Write silu(gate) * up of a choice and BLOCK_N inner channels, without gates relu(up) ** 2.
 
     SHARED: so many choices, the last ones, are known to be the last experts, and don't wait for their routes.
+    OVERLAP: with the launches before and behind.
     """
     PARTS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     # The last choices come first.
@@ -81,7 +83,8 @@ def _first(
         gdc_launch_dependents()
     if (expert >= 0) & (expert < num_experts):
         p_x = x + token.to(tl.int64) * x_stride
-        p_gate = gate_up + expert.to(tl.int64) * (2 * INNER * H) + o_n.to(tl.int64)[:, None] * H
+        HALVES: tl.constexpr = 2 if GATED else 1
+        p_gate = gate_up + expert.to(tl.int64) * (HALVES * INNER * H) + o_n.to(tl.int64)[:, None] * H
         gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         for i in range(0, STEPS):
@@ -89,11 +92,16 @@ def _first(
             in_k = below(o_k, H, BLOCK_K)
             inside = below(o_n[:, None], INNER, BLOCK_N) & in_k
             b_gate = tl.load(p_gate + o_k, mask=inside, other=0.0)
-            b_up = tl.load(p_gate + INNER * H + o_k, mask=inside, other=0.0)
+            if GATED:
+                b_up = tl.load(p_gate + INNER * H + o_k, mask=inside, other=0.0)
             b_x = tl.load(p_x + o_k, mask=in_k, other=0.0).to(tl.float32)
             gate += b_gate.to(tl.float32) * b_x
-            up += b_up.to(tl.float32) * b_x
-        y = silu(tl.sum(gate, axis=1), EXACT) * tl.sum(up, axis=1)
+            if GATED:
+                up += b_up.to(tl.float32) * b_x
+        if GATED:
+            y = silu(tl.sum(gate, axis=1), EXACT) * tl.sum(up, axis=1)
+        else:
+            y = relu2(tl.sum(gate, axis=1))
         tl.store(hidden + pair.to(tl.int64) * INNER + o_n, y.to(hidden.dtype.element_ty), mask=o_n < INNER)
 
 
@@ -192,6 +200,7 @@ def run_direct(
     experts: Tensor,
     out: Tensor,
     *,
+    gated: bool,
     num_shared: int = 0,
 ) -> None:
     """Write out `[T, H]`; from Hopper on a launch may start while the one before it runs.
@@ -222,6 +231,7 @@ def run_direct(
         BLOCK_K=first.block_k,
         STEPS=first.steps,
         LINES=plan_lines(num_shared * down[0].nbytes, (choices - num_shared) * programs),
+        GATED=gated,
         EXACT=x.dtype == torch.float32,
         OVERLAP=overlap,
         num_warps=first.warps,

@@ -13,12 +13,14 @@ from deltaline_kernels.moe.route import route_triton
 from deltaline_kernels.moe.router import Router
 
 
-def run_experts_triton(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor) -> None:
-    """Write out `[T, H]`; arguments are validated by `run_experts`."""
+def run_experts_triton(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, *, gated: bool
+) -> None:
+    """Write out `[T, H]`; gated: with silu, else with relu2. Arguments are validated by `run_experts`."""
     run = _choose(min(len(x), plan.MAX_TOKENS), experts.shape[1], x, down)
     for begin in range(0, len(x), plan.MAX_TOKENS):
         some = slice(begin, begin + plan.MAX_TOKENS)
-        run(x[some], gate_up, down, weights[some], experts[some], out[some])
+        run(x[some], gate_up, down, weights[some], experts[some], out[some], gated=gated)
 
 
 def _choose(num_tokens: int, choices: int, x: Tensor, down: Tensor) -> Callable[..., None]:
@@ -42,10 +44,12 @@ def route_and_run_triton(
     weights: Tensor,
     experts: Tensor,
     out: Tensor,
+    *,
+    gated: bool,
 ) -> None:
     """Write weights and experts `[T, C]` and out `[T, H]`; arguments are validated by `route_and_run_experts`."""
     route_triton(logits, router, bias, query_start_loc, weights, experts)
     if len(x) <= plan.DIRECT_TOKENS:
-        run_direct(x, gate_up, down, weights, experts, out, num_shared=router.num_shared)
+        run_direct(x, gate_up, down, weights, experts, out, gated=gated, num_shared=router.num_shared)
     else:
-        run_experts_triton(x, gate_up, down, weights, experts, out)
+        run_experts_triton(x, gate_up, down, weights, experts, out, gated=gated)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deltaline_kernels.device.activation import silu
+from deltaline_kernels.device.activation import relu2, silu
 from deltaline_kernels.device.state_tile import below
 from deltaline_kernels.moe.combine import combine_triton
 from deltaline_kernels.moe.plan import SORTED_FIRST, SORTED_ROWS, SORTED_SECOND
@@ -27,12 +27,13 @@ def _up(
     x_stride,
     H: tl.constexpr,
     INNER: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Write BLOCK_N channels of silu(x G^T) * (x U^T) of the rows of a tile."""
+    """Write BLOCK_N channels of silu(x G^T) * (x U^T) of the rows of a tile, without gates relu(x U^T) ** 2."""
     PARTS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     p_tile = tiles + tl.program_id(0) // PARTS * 3
     expert = tl.load(p_tile)
@@ -44,7 +45,8 @@ def _up(
         o_n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
         o_k = tl.arange(0, BLOCK_K)
         p_x = x + token[:, None] * x_stride + o_k[None, :]
-        p_w = w + expert.to(tl.int64) * (2 * INNER * H) + o_n.to(tl.int64)[None, :] * H + o_k[:, None]
+        HALVES: tl.constexpr = 2 if GATED else 1
+        p_w = w + expert.to(tl.int64) * (HALVES * INNER * H) + o_n.to(tl.int64)[None, :] * H + o_k[:, None]
         in_n = below(o_n[None, :], INNER, BLOCK_N)
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -54,10 +56,11 @@ def _up(
             b_x = tl.load(p_x, mask=in_k[None, :], other=0.0)
             inside = in_n & in_k[:, None]
             gate = tl.dot(b_x, tl.load(p_w, mask=inside, other=0.0), gate)
-            up = tl.dot(b_x, tl.load(p_w + INNER * H, mask=inside, other=0.0), up)
+            if GATED:
+                up = tl.dot(b_x, tl.load(p_w + INNER * H, mask=inside, other=0.0), up)
             p_x += BLOCK_K
             p_w += BLOCK_K
-        y = silu(gate, False) * up
+        y = silu(gate, False) * up if GATED else relu2(gate)
         p_y = hidden + row.to(tl.int64)[:, None] * INNER + o_n[None, :]
         tl.store(p_y, y.to(hidden.dtype.element_ty), mask=in_m[:, None] & (o_n < INNER)[None, :])
 
@@ -91,18 +94,20 @@ def _down(
         tl.store(p_y, total.to(parts.dtype.element_ty), mask=(row < end)[:, None] & (o_n < H)[None, :])
 
 
-def run_sorted(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor) -> None:
-    """Write out `[T, H]`."""
+def run_sorted(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, *, gated: bool
+) -> None:
+    """Write out `[T, H]`; gated: with silu, else with relu2."""
     num_experts, width, inner = down.shape
     made = sort_choices(experts, num_experts, SORTED_ROWS)
     hidden = torch.empty((experts.numel(), inner), dtype=x.dtype, device=x.device)
-    _launch_up(x, gate_up, hidden, made)
+    _launch_up(x, gate_up, hidden, made, gated=gated)
     parts = torch.empty((experts.numel(), width), dtype=x.dtype, device=x.device)
     _launch_down(hidden, down, parts, made)
     combine_triton(parts, made.places, weights, experts, num_experts, out)
 
 
-def _launch_up(x: Tensor, gate_up: Tensor, hidden: Tensor, made: Sorted) -> None:
+def _launch_up(x: Tensor, gate_up: Tensor, hidden: Tensor, made: Sorted, *, gated: bool) -> None:
     width, inner = gate_up.shape[2], hidden.shape[1]
     options = SORTED_FIRST.options(width, inner)
     _up[(len(made.tiles) * triton.cdiv(inner, options["BLOCK_N"]),)](
@@ -114,6 +119,7 @@ def _launch_up(x: Tensor, gate_up: Tensor, hidden: Tensor, made: Sorted) -> None
         x.stride(0),
         H=width,
         INNER=inner,
+        GATED=gated,
         BLOCK_M=SORTED_ROWS,
         **options,
     )

@@ -6,12 +6,12 @@ import torch
 
 from deltaline_kernels.activation import silu_and_mul, silu_and_mul_reference
 from deltaline_kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from deltaline_kernels.selftest.shapes import Compared, Fill
+from deltaline_kernels.selftest.shapes import Compared, Fills
 
 NUM_TOKENS, EPS, SCALE = 40, 1e-6, 0.5
 
 
-def compare_block(fills: dict[str, Fill], hidden: int, mlp_dim: int, dtype: torch.dtype) -> Iterator[Compared]:
+def compare_block(fills: Fills, hidden: int, mlp_dim: int, dtype: torch.dtype) -> Iterator[Compared]:
     """Yield the name of each family and kind of input, what was computed and what its reference computed."""
     for kind, fill in fills.items():
         x, weight = fill(NUM_TOKENS, hidden).to(dtype), fill(hidden)

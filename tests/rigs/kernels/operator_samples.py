@@ -166,8 +166,9 @@ def selective_update(path: Path, **changes: Any) -> Given:
     return updates.make_call(case, path)[1] | {"state": updates.make_states(case, range(9)).to(path.device)}
 
 
-def experts(path: Path, num_tokens: int) -> Given:
-    return pick(make_experts(path, num_tokens, 2, 3, 16, 16), "x gate_up down weights experts")
+def experts(path: Path, num_tokens: int, activation: str = "silu") -> Given:
+    batch = make_experts(path, num_tokens, 2, 3, 16, 16, activation=activation)
+    return pick(batch, "x gate_up down weights experts activation")
 
 
 def field_experts(path: Path, **more: Any) -> Given:
@@ -273,7 +274,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: routed(path, Router(2, num_shared=1, shared_gate=True)),
         lambda path: routed(path, Router(2, "sigmoid", num_groups=4, top_groups=2, num_shared=1), normal(8)),
     ],
-    "run_experts": [lambda path: experts(path, 3), lambda path: experts(path, 70)],
+    "run_experts": [lambda path: experts(path, 3), lambda path: experts(path, 70, "relu2")],
     "selective_state_update": [
         selective_update,
         lambda path: selective_update(path, out=torch.float32),

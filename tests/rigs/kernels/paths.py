@@ -82,8 +82,10 @@ class Path:
     ) -> tuple[Tensor, Tensor]:
         return route_tokens(logits, router, bias, query_start_loc)
 
-    def run_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return run_experts(x, gate_up, down, weights, experts)
+    def run_experts(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str = "silu"
+    ) -> Tensor:
+        return run_experts(x, gate_up, down, weights, experts, activation)
 
     def route_and_run(
         self,
@@ -187,11 +189,13 @@ class InterpretedPath(Path):
         route_triton(logits, router, bias, query_start_loc, weights, experts)
         return weights, experts
 
-    def run_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def run_experts(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str = "silu"
+    ) -> Tensor:
         from deltaline_kernels.moe.launch import run_experts_triton
 
         out = torch.empty(x.shape, dtype=x.dtype)
-        run_experts_triton(x, gate_up, down, weights, experts, out)
+        run_experts_triton(x, gate_up, down, weights, experts, out, gated=activation == "silu")
         return out
 
     def route_and_run(
@@ -208,7 +212,8 @@ class InterpretedPath(Path):
 
         weights, out = torch.full((len(x), router.num_choices), torch.nan), torch.empty(x.shape, dtype=x.dtype)
         experts = torch.full(weights.shape, 99, dtype=torch.int32)
-        route_and_run_triton(x, logits, router, gate_up, down, bias, query_start_loc, weights, experts, out)
+        routed = bias, query_start_loc, weights, experts
+        route_and_run_triton(x, logits, router, gate_up, down, *routed, out, gated=True)
         return out
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
