@@ -17,7 +17,6 @@ from deltaline_kernels.attention import (
 from deltaline_kernels.checks import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
-from deltaline_kernels.linear import linear, linear_reference
 from deltaline_kernels.lora import (
     MAX_RANK,
     AdapterTiles,
@@ -97,8 +96,6 @@ __all__ = [
     "gated_rms_norm",
     "gated_rms_norm_reference",
     "group_tokens",
-    "linear",
-    "linear_reference",
     "mamba2",
     "mamba2_reference",
     "mhc_head",

@@ -13,25 +13,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from deltaline_kernels.device.activation import relu2, silu
 from deltaline_kernels.device.overlap import can_overlap, launch_options
 from deltaline_kernels.device.state_tile import below
-from deltaline_kernels.moe.plan import plan_direct_first, plan_direct_second, plan_lines
+from deltaline_kernels.moe.plan import plan_direct_first, plan_direct_second
 
 # Of a thread of the second launch: all of its programs for a token are there before the first launch has ended.
 SECOND_REGISTERS = 128
-
-
-@triton.jit
-def _call_for(pointer, size, first, LINES: tl.constexpr):
-    """Have LINES lines of 128 bytes, from line `first` on of `size` values at `pointer`, brought to the L2."""
-    LINE: tl.constexpr = 1024 // pointer.dtype.element_ty.primitive_bitwidth
-    o_l = tl.minimum((first.to(tl.int64) + tl.arange(0, LINES)) * LINE, size - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [(pointer + o_l).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.
@@ -39,7 +24,6 @@ def _call_for(pointer, size, first, LINES: tl.constexpr):
 def _first(
     x,
     gate_up,
-    down,
     experts,
     hidden,
     x_stride,
@@ -52,7 +36,6 @@ def _first(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
-    LINES: tl.constexpr,
     GATED: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -72,10 +55,6 @@ def _first(
     expert = num_experts - C + choice
     if choice < C - SHARED:
         if OVERLAP:
-            if LINES > 0:
-                p_down = down + (num_experts - SHARED).to(tl.int64) * (H * INNER)
-                first = (tl.program_id(0) - SHARED * TOKENS * PARTS) * LINES
-                _call_for(p_down, SHARED * H * INNER, first, LINES)
             gdc_wait()
         expert = tl.load(experts + pair)
     if OVERLAP:
@@ -219,7 +198,6 @@ def run_direct(
     _first[(choices * programs,)](
         x,
         gate_up,
-        down,
         experts,
         hidden,
         x.stride(0),
@@ -230,7 +208,6 @@ def run_direct(
         BLOCK_N=first.block_n,
         BLOCK_K=first.block_k,
         STEPS=first.steps,
-        LINES=plan_lines(num_shared * down[0].nbytes, (choices - num_shared) * programs),
         GATED=gated,
         EXACT=x.dtype == torch.float32,
         OVERLAP=overlap,

@@ -20,7 +20,7 @@ MAX_TOKENS = 16384
 # So few tokens have few experts in common: each choice is computed for itself.
 DIRECT_TOKENS = 4
 # From so many choices per expert on they are sorted, where there are tensor cores and copies of whole tiles for them.
-SORTED_CHOICES = 48
+SORTED_CHOICES = 64
 # Values of a row of what is copied in tiles are a multiple of these.
 ROW_UNIT = 8
 # And they begin at a multiple of these bytes.
@@ -29,8 +29,6 @@ COPY_BYTES = 16
 DIRECT_VALUES = 4096
 # Bytes of weights that a program of the second direct kernel has on their way.
 DIRECT_BYTES = 32 << 10
-# What is called for at once, and the most of it by a program.
-LINE_BYTES, MAX_LINES = 128, 32
 
 
 @dataclass(frozen=True)
@@ -133,10 +131,3 @@ def plan_direct_second(inputs: int, choices: int, itemsize: int) -> DirectPlan:
     block_k = min(512, pow2(inputs))
     rows = min(8, max(1, DIRECT_BYTES // (pow2(choices) * block_k * itemsize)))
     return DirectPlan(rows, block_k, cdiv(inputs, block_k), max(1, min(4, rows)))
-
-
-def plan_lines(num_bytes: int, programs: int) -> int:
-    """Return how many lines of `num_bytes` each of the programs calls for ahead: a power of two, or 0."""
-    if num_bytes == 0 or programs == 0:
-        return 0
-    return min(MAX_LINES, pow2(cdiv(num_bytes, LINE_BYTES * programs)))

@@ -1,7 +1,7 @@
-"""Sorts the choices of tokens by expert, stably, on the device: in three launches, each over blocks of tokens.
+"""Sorts the choices of tokens by expert, stably, on the device: in three launches, two of them over blocks of choices.
 
 A block counts its choices of every expert; then each count becomes that of the blocks before; and a block knows where
-its choices go. Beside that come the tiles of rows of one expert.
+its choices go. Beside that come the tiles of rows of one expert. Choices one behind the other are called pairs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from deltaline_kernels.device.sizes import cdiv, count_tiles, pow2
 
-# Tokens times experts of a program, experts of one that adds up, and blocks that it looks at at once.
-BLOCK_VALUES, BLOCK_COLUMNS, BLOCK_ROWS = 8192, 32, 256
+# Pairs of a block, and so many at once where each is compared with each.
+BLOCK_PAIRS, COMPARED = 512, 128
+# Experts of a program that adds up, and blocks that it looks at at once.
+BLOCK_COLUMNS, BLOCK_ROWS = 16, 256
 # Tiles that a program lists.
 LISTED = 16
 
@@ -38,17 +40,14 @@ class Sorted:
 
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["num_tokens", "num_experts"], do_not_specialize_on_alignment=["experts"])
-def _count(experts, counts, num_tokens, num_experts, C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write how many choices of each expert a block of tokens has."""
-    o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    o_e = tl.arange(0, BLOCK_E)
-    own = tl.zeros((BLOCK_T, BLOCK_E), tl.int32)
-    for c in range(C):
-        expert = tl.load(experts + o_t * C + c, mask=o_t < num_tokens, other=-1)
-        own += (expert[:, None] == o_e[None, :]).to(tl.int32)
-    counted = tl.where(o_e < num_experts, tl.sum(own, axis=0), 0)
-    tl.store(counts + tl.program_id(0) * BLOCK_E + o_e, counted)
+@triton.jit(do_not_specialize=["num_pairs", "num_experts"], do_not_specialize_on_alignment=["experts"])
+def _count(experts, counts, num_pairs, num_experts, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Write how many pairs of each expert a block has."""
+    pair = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    expert = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
+    is_used = (expert >= 0) & (expert < num_experts)
+    counted = tl.histogram(tl.where(is_used, expert, 0), BLOCK_E, mask=is_used)
+    tl.store(counts + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), counted)
 
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.
@@ -69,38 +68,30 @@ def _add_up(counts, totals, num_blocks, BLOCK_E: tl.constexpr, BLOCK_R: tl.const
 @triton.jit
 def _place_block(
     experts,
-    counts,
     places,
     tokens,
-    total,
-    end,
-    block,
-    num_tokens,
+    first,
+    begin,
+    num_pairs,
     num_experts,
     C: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    COMPARED: tl.constexpr,
 ):
-    """Write the places of a block of tokens, and the tokens of these places."""
-    o_e = tl.arange(0, BLOCK_E)
-    o_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    in_t = o_t < num_tokens
-    own = tl.zeros((BLOCK_T, BLOCK_E), tl.int32)
-    for c in range(C):
-        expert = tl.load(experts + o_t * C + c, mask=in_t, other=-1)
-        own += (expert[:, None] == o_e[None, :]).to(tl.int32)
-    first = end - total + tl.load(counts + block * BLOCK_E + o_e)
-    place = first[None, :] + tl.cumsum(own, axis=0) - own
-    for c in range(C):
-        pair = o_t * C + c
-        expert = tl.load(experts + pair, mask=in_t, other=-1)
+    """Write the places of a block's pairs and the tokens of these places; `first`: where those of each expert begin."""
+    o_p = tl.arange(0, COMPARED)
+    for i in range(0, BLOCK_P, COMPARED):
+        pair = begin + i + o_p
+        expert = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
         is_used = (expert >= 0) & (expert < num_experts)
-        tl.store(places + pair, -1, mask=in_t & (is_used == 0))
-        mine = (expert[:, None] == o_e[None, :]) & (is_used & in_t)[:, None]
-        tl.store(places + pair[:, None] + tl.zeros((1, BLOCK_E), tl.int32), place, mask=mine)
-        tl.store(tokens + place, o_t[:, None] + tl.zeros((1, BLOCK_E), tl.int32), mask=mine)
-        # A token may have an expert twice.
-        place += mine.to(tl.int32)
+        known = tl.where(is_used, expert, 0)
+        # Summed over the first dimension, most of which is in a thread.
+        same = (expert[:, None] == expert[None, :]) & (o_p[:, None] < o_p[None, :])
+        place = tl.gather(first, known, 0) + tl.sum(same.to(tl.int32), axis=0)
+        tl.store(places + pair, tl.where(is_used, place, -1), mask=pair < num_pairs)
+        tl.store(tokens + place, pair // C, mask=is_used)
+        first += tl.histogram(known, BLOCK_E, mask=is_used)
 
 
 @triton.jit
@@ -121,7 +112,7 @@ def _list_tiles(tiles, num_tiles, total, end, part, ROWS: tl.constexpr, LISTED: 
 
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_blocks"], do_not_specialize_on_alignment=["experts"])
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_blocks"], do_not_specialize_on_alignment=["experts"])
 def _place(
     experts,
     counts,
@@ -130,32 +121,34 @@ def _place(
     tokens,
     tiles,
     num_tiles,
-    num_tokens,
+    num_pairs,
     num_experts,
     num_blocks,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     LISTED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    COMPARED: tl.constexpr,
 ):
-    """Write the places of a block of tokens; the programs behind list tiles."""
-    total = tl.load(totals + tl.arange(0, BLOCK_E))
+    """Write the places of a block of pairs; the programs behind list tiles."""
+    o_e = tl.arange(0, BLOCK_E)
+    total = tl.load(totals + o_e)
     end = tl.cumsum(total, axis=0)
     block = tl.program_id(0)
     if block < num_blocks:
-        _place_block(experts, counts, places, tokens, total, end, block, num_tokens, num_experts, C, BLOCK_T, BLOCK_E)
+        first = end - total + tl.load(counts + block * BLOCK_E + o_e)
+        begin = block * BLOCK_P
+        _place_block(experts, places, tokens, first, begin, num_pairs, num_experts, C, BLOCK_P, BLOCK_E, COMPARED)
     else:
         _list_tiles(tiles, num_tiles, total, end, block - num_blocks, ROWS, LISTED, BLOCK_E)
 
 
 def sort_choices(experts: Tensor, num_experts: int, rows: int) -> Sorted:
     """Sort the choices `[T, C]` int32; tiles of `rows`. Choices outside 0..num_experts-1 have no place."""
-    num_tokens, choices = experts.shape
-    num_pairs, block_e = num_tokens * choices, pow2(num_experts)
-    block_t = max(1, min(pow2(num_tokens), BLOCK_VALUES // block_e))
-    columns = min(BLOCK_COLUMNS, block_e)
-    num_blocks = cdiv(num_tokens, block_t)
+    num_pairs, choices = experts.numel(), experts.shape[1]
+    block_e = max(16, pow2(num_experts))
+    num_blocks = cdiv(num_pairs, BLOCK_PAIRS)
     listing = cdiv(count_tiles(num_pairs, num_experts, rows), LISTED)
     counts, totals = experts.new_empty(num_blocks, block_e), experts.new_empty(block_e)
     made = Sorted(
@@ -164,10 +157,10 @@ def sort_choices(experts: Tensor, num_experts: int, rows: int) -> Sorted:
         experts.new_empty(listing * LISTED, 3),
         experts.new_empty(1),
     )
-    blocks = {"BLOCK_T": block_t, "BLOCK_E": block_e}
-    _count[(num_blocks,)](experts, counts, num_tokens, num_experts, C=choices, **blocks, num_warps=8)
-    _add_up[(block_e // columns,)](
-        counts, totals, num_blocks, BLOCK_E=block_e, BLOCK_R=BLOCK_ROWS, BLOCK_C=columns, num_warps=8
+    blocks = {"BLOCK_P": BLOCK_PAIRS, "BLOCK_E": block_e}
+    _count[(num_blocks,)](experts, counts, num_pairs, num_experts, **blocks, num_warps=4)
+    _add_up[(block_e // BLOCK_COLUMNS,)](
+        counts, totals, num_blocks, BLOCK_E=block_e, BLOCK_R=BLOCK_ROWS, BLOCK_C=BLOCK_COLUMNS, num_warps=8
     )
     _place[(num_blocks + listing,)](
         experts,
@@ -177,13 +170,14 @@ def sort_choices(experts: Tensor, num_experts: int, rows: int) -> Sorted:
         made.tokens,
         made.tiles,
         made.num_tiles,
-        num_tokens,
+        num_pairs,
         num_experts,
         num_blocks,
         C=choices,
         ROWS=rows,
         LISTED=LISTED,
         **blocks,
-        num_warps=8,
+        COMPARED=COMPARED,
+        num_warps=4,
     )
     return made

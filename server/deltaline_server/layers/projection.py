@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels import AdapterTiles, LoraWeights, add_lora, linear
+from deltaline_kernels import AdapterTiles, LoraWeights, add_lora
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Packed
 from deltaline_server.ranks.ways import Ranks
@@ -23,7 +24,7 @@ class Projection:
     this rank's summand.
 
     On the CPU in fp32 the weight is laid out once for oneDNN's products of few rows, which are faster than those of the
-    BLAS behind torch.nn.functional.linear; elsewhere it is the kernels' product. The operation is the one that
+    BLAS behind torch.nn.functional.linear; elsewhere that function is used as it is. The operation is the one that
     torch.compile calls for packed weights: x and the result are plain tensors, which F.linear would copy.
     """
 
@@ -52,7 +53,7 @@ class Projection:
         if self.weight.is_mkldnn:
             y = torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
         else:
-            y = linear(x, self.weight)
+            y = F.linear(x, self.weight)
         if tiles is not None:
             assert self._adapters is not None
             add_lora(x, y, self._adapters, tiles)

@@ -244,7 +244,6 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
     "gated_delta": [gated_delta, lambda path: gated_delta_of(on_the_way(batches.make_batch(LONG, path), path))],
     "gated_rms_norm": [norm],
     "group_tokens": [lambda path: {"token_slots": ints(path, 1, -1, 0), "num_slots": 2, "max_rank": 8}],
-    "linear": [lambda path: {"x": draw(path, 3, 8), "weight": draw(path, 5, 8)}],
     "lora_expand": [lambda path: lora_rows(path, shrink=False)],
     "lora_shrink": [lambda path: lora_rows(path, shrink=True)],
     "mamba2": [mamba2, lambda path: mamba2_of(on_the_way(make_mamba_batch(LONG, path), path))],

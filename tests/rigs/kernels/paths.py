@@ -17,7 +17,6 @@ from deltaline_kernels import (
     causal_conv1d,
     gated_rms_norm,
     group_tokens,
-    linear,
     rms_norm,
     route_and_run_experts,
     route_tokens,
@@ -98,9 +97,6 @@ class Path:
         query_start_loc: Tensor | None = None,
     ) -> Tensor:
         return route_and_run_experts(x, logits, router, gate_up, down, bias, query_start_loc)
-
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, weight)
 
 
 class InterpretedPath(Path):
@@ -215,9 +211,3 @@ class InterpretedPath(Path):
         routed = bias, query_start_loc, weights, experts
         route_and_run_triton(x, logits, router, gate_up, down, *routed, out, gated=True)
         return out
-
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        from deltaline_kernels.linear.plan import choose_plan
-        from deltaline_kernels.linear.product import multiply
-
-        return multiply(x, weight, choose_plan(len(x)))
