@@ -20,19 +20,19 @@ SECOND_REGISTERS = 128
 
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["num_experts"], do_not_specialize_on_alignment=["experts"])
+@triton.jit(do_not_specialize=["num_tokens", "num_experts"], do_not_specialize_on_alignment=["experts"])
 def _first(
     x,
     gate_up,
     experts,
     hidden,
     x_stride,
+    num_tokens,
     num_experts,
     H: tl.constexpr,
     INNER: tl.constexpr,
     C: tl.constexpr,
     SHARED: tl.constexpr,
-    TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
@@ -48,8 +48,8 @@ def _first(
     PARTS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     # The last choices come first.
     place = tl.program_id(0) // PARTS
-    choice = C - 1 - place // TOKENS
-    token = place % TOKENS
+    choice = C - 1 - place // num_tokens
+    token = place % num_tokens
     pair = token * C + choice
     o_n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = num_experts - C + choice
@@ -201,10 +201,10 @@ def run_direct(
         experts,
         hidden,
         x.stride(0),
+        num_tokens,
         num_experts,
         **sizes,
         SHARED=num_shared,
-        TOKENS=num_tokens,
         BLOCK_N=first.block_n,
         BLOCK_K=first.block_k,
         STEPS=first.steps,
