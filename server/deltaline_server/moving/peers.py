@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,18 +12,20 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from deltaline import wire
 from deltaline.tls import Tls, channel_of
 from deltaline.v1 import admin_service_pb2, layer_service_pb2, state_service_pb2
 from deltaline.v1.admin_service_pb2_grpc import AdminServiceStub
 from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
-from deltaline.v1.state_service_pb2_grpc import StateServiceStub
 from deltaline_server.config import Config
 from deltaline_server.errors import Code, Reason, RequestError
+from deltaline_server.snapshots.stream import PIECE_BYTES
 from deltaline_server.tables.moved import Owner
 
 # How long a server may take to say who it is, to take a message or open what came, and for all of a sequence.
 REACH_S, PAUSE_S, WHOLE_S = 10.0, 30.0, 600.0
 _DETAILS = "grpc-status-details-bin"
+_IMPORT = "/deltaline.v1.StateService/ImportState"
 # What such an answer is about is between the two servers.
 _NOT_LET_IN = (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED)
 
@@ -34,33 +36,35 @@ Metadata: TypeAlias = Sequence[tuple[str, str]]
 
 
 class Peer:
-    """A server that was reached. address: where; server_epoch: of its process."""
+    """A server that was reached. address: where; server_epoch: of its process; page_tokens: of its pages, 0 without."""
 
     def __init__(
         self, channel: grpc.aio.Channel, address: str, info: admin_service_pb2.GetServerInfoResponse, metadata: Metadata
     ) -> None:
         """info: what it says of itself. metadata: of every call."""
-        self.address, self.server_epoch = address, info.server_epoch
-        self._most_bytes, self._metadata = max(1, info.inline_limit_bytes), metadata
-        self._state: Any = StateServiceStub(channel)
+        self.address, self.server_epoch, self.page_tokens = address, info.server_epoch, info.kv_page_tokens
+        self.chunk_bytes, self._metadata = max(1, min(info.inline_limit_bytes, PIECE_BYTES)), metadata
+        answer = state_service_pb2.ImportStateResponse.FromString
+        self._import: Any = channel.stream_unary(_IMPORT, response_deserializer=answer)
         self._layer: Any = LayerServiceStub(channel)
 
-    async def open(self, pieces: AsyncIterator[bytes], request_id: bytes, lease_ms: int) -> Owner:
-        """Let a sequence go on there, by its file, for its principal, under a handle that nobody else is told.
+    async def open(self, chunks: AsyncIterator[bytes], request_id: bytes, lease_ms: int) -> Owner:
+        """Let a sequence go on there, by its file in messages (`chunk_of`) of at most `chunk_bytes` of it each, for its
+        principal, under a handle that nobody else is told.
 
         Raises RequestError with what the server says; MOVE_FAILED where it says nothing, and may have opened it.
         """
         first = state_service_pb2.ImportStateRequest(
             request_id=request_id, lease_ms=lease_ms, sequence=True, keep_owner=True
         )
-        call = self._state.ImportState(metadata=self._metadata, timeout=WHOLE_S)
+        call = self._import(metadata=self._metadata, timeout=WHOLE_S)
         try:
-            async with aclosing(self._messages(first, pieces)) as messages:
-                with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it has answered already
-                    async for message in messages:
-                        async with asyncio.timeout(PAUSE_S):
-                            await call.write(message)
-                    await call.done_writing()
+            with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it has answered already
+                await call.write(first.SerializeToString())
+                async for chunk in chunks:
+                    async with asyncio.timeout(PAUSE_S):
+                        await call.write(chunk)
+                await call.done_writing()
             async with asyncio.timeout(PAUSE_S):
                 opened = await call
         except grpc.aio.AioRpcError as error:
@@ -77,13 +81,10 @@ class Peer:
         with suppress(grpc.aio.AioRpcError):
             await self._layer.CloseSequences(request, metadata=self._metadata, timeout=REACH_S)
 
-    async def _messages(
-        self, first: state_service_pb2.ImportStateRequest, pieces: AsyncIterator[bytes]
-    ) -> AsyncGenerator[state_service_pb2.ImportStateRequest, None]:
-        yield first
-        async for piece in pieces:
-            for at in range(0, len(piece), self._most_bytes):
-                yield state_service_pb2.ImportStateRequest(chunk=piece[at : at + self._most_bytes])
+
+def chunk_of(piece: memoryview) -> bytes:
+    """The message of an import that has a piece of a file, which is copied once."""
+    return b"".join((wire.field_head(state_service_pb2.ImportStateRequest.CHUNK_FIELD_NUMBER, len(piece)), piece))
 
 
 class Peers:

@@ -18,8 +18,8 @@ from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal, check_share
 from deltaline_server.snapshots.header import ID_BYTES, StateFileError, StateHeader, StoredHeader
 from deltaline_server.snapshots.host import HostTier
-from deltaline_server.snapshots.layout import Bytes, StateLayout, state_bytes
-from deltaline_server.snapshots.stream import Arriving, ValueTypes, check_state, pieces_of, refused
+from deltaline_server.snapshots.layout import Bytes, SpanProgress, StateLayout, state_bytes
+from deltaline_server.snapshots.stream import PIECE_BYTES, Arriving, ValueTypes, check_state, pieces_of, refused
 from deltaline_server.tables.captured.snapshot import SnapshotDescription
 from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.captured.state import StoredState
@@ -27,6 +27,8 @@ from deltaline_server.tables.sequence_adapters import SequenceAdapters
 
 # Each holds a piece for a reader that may be slow, and a header.
 MOST_ON_THEIR_WAY = 64
+# Of keys and values that go ahead at once, about: some milliseconds of any way, and little of host memory.
+AHEAD_BYTES = 16 << 20
 
 
 class Tiering(Protocol):
@@ -76,10 +78,20 @@ class Exchange:
                 yield piece
 
     async def pieces(
-        self, id: bytes, owner: Principal, *, pause_s: float, whole_s: float
+        self,
+        id: bytes,
+        owner: Principal,
+        *,
+        pause_s: float,
+        whole_s: float,
+        piece_bytes: int = PIECE_BYTES,
+        copy: Callable[[memoryview], bytes] = bytes,
     ) -> AsyncGenerator[bytes, None]:
         """A state that came to host memory just now as a file, in pieces, as `export` gives it. Raises RequestError
-        NO_SNAPSHOT_LINES where it had to make way, or its principal would have too much there; UPLOAD_TIMEOUT."""
+        NO_SNAPSHOT_LINES where it had to make way, or its principal would have too much there; UPLOAD_TIMEOUT.
+
+        piece_bytes: at most; copy: takes each out of host memory.
+        """
         header = self._host.find(id)
         if header is None:
             raise self._host.no_room(0)
@@ -87,7 +99,7 @@ class Exchange:
             held.enter_context(self._place(owner, self._host.size_of(id)))
             memory = held.enter_context(self._host.use(id))
             assert memory is not None
-            pieces = pieces_of(header, self._layout.sections(header.spans), memory)
+            pieces = pieces_of(header, header.sections(self._layout), memory, piece_bytes)
             # The first one takes time; a thread that outlives this call reads, and nobody asks what.
             piece = await asyncio.to_thread(next, pieces, None)
             loop = asyncio.get_running_loop()
@@ -96,13 +108,18 @@ class Exchange:
                 # gRPC can't be told to give up a reader that stands still: the place goes back while it does.
                 late = loop.call_at(min(until_s, loop.time() + pause_s), held.close)
                 try:
-                    yield piece
+                    yield copy(piece)
                 finally:
                     late.cancel()
                 if loop.time() >= late.when():
                     message = f"the pieces were not taken within {pause_s:g} seconds each, {whole_s:g} in all"
                     raise RequestError(Reason.UPLOAD_TIMEOUT, message)
                 piece = next(pieces, None)
+
+    def tokens_at_once(self, page_tokens: int) -> int:
+        """Tokens whose keys and values go ahead at once: some whole pages of so many."""
+        spans = [SpanProgress(position=page_tokens)] * self._layout.num_spans
+        return max(1, AHEAD_BYTES // state_bytes(self._layout.pages.sections(spans))) * page_tokens
 
     async def read_header(self, arriving: Arriving) -> tuple[StoredHeader, bytes]:
         """Take the header of what arrives; return it with its digest, which tells one state's file from all others.
@@ -140,7 +157,7 @@ class Exchange:
         header = replace(stored.header, id=id, owner=owner.name, is_pinned=is_pinned, created_ns=now_ns)
 
         async def copy_in(memory: Bytes) -> None:
-            await arriving.read_state(memory)
+            await arriving.read_state(memory, is_last=not stored.header.is_pages)
             # A thread that outlives this call reads, and nobody asks what.
             await asyncio.to_thread(check_state, stored, memory, self._layout, self._types)
 

@@ -31,7 +31,8 @@ Commits = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StatePlace:
-    """Where a state lies in the pool: the line of each span, NULL_LINE where none was begun, and its pages in order."""
+    """Where a state lies in the pool: the line of each span, NULL_LINE where none was begun, and its pages in order,
+    without those that went ahead."""
 
     lines: tuple[int, ...]
     pages: NDArray[np.int32]
@@ -75,8 +76,15 @@ class StateTransfer:
         for section in sections:
             if section.part is Part.COMMITS:
                 section.view(memory).view(np.int64)[...] = commits
-            memory[section.offset + section.num_bytes : section.end] = 0
-        self._gather_tokens(sections, place.pages, host)
+        self._gather_tokens(sections, place.pages, memory)
+
+    def gather_pages(self, spans: Sequence[SpanProgress], pages: NDArray[np.int32], memory: Bytes) -> None:
+        """The same of keys and values alone, which are to go ahead."""
+        self._gather_tokens(self._layout.pages.sections(spans), pages, memory)
+
+    def scatter_pages(self, spans: Sequence[SpanProgress], pages: NDArray[np.int32], memory: Bytes) -> None:
+        """Begin to put such keys and values into pages, as many as they need."""
+        self._scatter_tokens(self._layout.pages.sections(spans), pages, torch.from_numpy(memory))
 
     def scatter(self, spans: Sequence[SpanProgress], place: StatePlace, memory: Bytes) -> None:
         """Begin to put a state from its memory into the pool: into lines that nobody reads, of which what the state
@@ -100,8 +108,10 @@ class StateTransfer:
                 return found
         return np.zeros((0, 3), dtype=np.int64)
 
-    def _gather_tokens(self, sections: Sequence[Section], pages: NDArray[np.int32], host: Tensor) -> None:
-        for block, taken, ordered, targets, index in self._token_pieces(sections, pages, host):
+    def _gather_tokens(self, sections: Sequence[Section], pages: NDArray[np.int32], memory: Bytes) -> None:
+        for section in sections:
+            memory[section.offset + section.num_bytes : section.end] = 0
+        for block, taken, ordered, targets, index in self._token_pieces(sections, pages, torch.from_numpy(memory)):
             torch.index_select(block, 1, index, out=taken)
             tokens = ordered.shape[2]
             ordered.copy_(taken.flatten(1, 2)[:, :tokens].transpose(1, 2))

@@ -1,0 +1,116 @@
+"""A sequence on its way to another server: pages go ahead while it is stepped, then it stands still for the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.moving.peers import PAUSE_S, WHOLE_S, chunk_of
+from deltaline_server.principal import Principal
+from deltaline_server.snapshots.states import States
+
+# How long pages may go ahead; the rest needs time too.
+AHEAD_S = WHOLE_S / 2
+
+
+class Leaving:
+    """A principal's sequence, whose steps and commits wait from when its pages are gone until the context is over.
+
+    bytes_ahead, bytes_frozen: that were taken from it before, and since; frozen_s: how long it stood still in all, once
+    it is over. ahead: leading tokens whose pages are gone.
+    """
+
+    def __init__(
+        self,
+        states: States,
+        epoch: int,
+        handle: NDArray[np.uint64],
+        principal: Principal,
+        page_tokens: int,
+        chunk_bytes: int,
+    ) -> None:
+        """handle: uint64 [1]. page_tokens: of whole pages of both servers. chunk_bytes: of its file in a message."""
+        self._states, self._page_tokens, self._chunk_bytes = states, page_tokens, chunk_bytes
+        self._whose = epoch, handle, principal
+        self._principal, self._held = principal, AsyncExitStack()
+        self._id: bytes | None = None
+        self.bytes_ahead = self.bytes_frozen = self.ahead = 0
+        self.frozen_s = 0.0
+        self._frozen_since_s: float | None = None
+
+    async def __aenter__(self) -> Leaving:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._held.__aexit__(kind, error, traceback)
+        if self._frozen_since_s is not None:
+            self.frozen_s = asyncio.get_running_loop().time() - self._frozen_since_s
+
+    def lease_s(self) -> float:
+        """The length of its lease. Raises RequestError as States.lease_s does."""
+        return self._states.lease_s(*self._whose)
+
+    async def chunks(self, lease_s: float) -> AsyncGenerator[bytes, None]:
+        """Its file, in messages of an import, those of its pages first; once it stands still the last file alone.
+
+        lease_s: that it is to have. Raises RequestError as States.stored does, and MOVE_FAILED where pages take too
+        long or its lease was made longer while they went.
+        """
+        if self._id is None:
+            async with aclosing(self._pages()) as pages:
+                async for chunk in pages:
+                    self.bytes_ahead += len(chunk)
+                    yield chunk
+            self._frozen_since_s = asyncio.get_running_loop().time()
+            stored = self._states.stored(*self._whose, is_leaving=True, ahead=self.ahead)
+            self._id = await self._held.enter_async_context(stored)
+            if self.lease_s() > lease_s + 0.001:
+                raise _failed("its lease was made longer meanwhile")
+        async with aclosing(self._file(self._id)) as chunks:
+            async for chunk in chunks:
+                self.bytes_frozen += len(chunk)
+                yield chunk
+
+    async def _pages(self) -> AsyncGenerator[bytes, None]:
+        """Files of whole pages, some after the other, until few are left."""
+        states, clock = self._states, asyncio.get_running_loop().time
+        until_s, self.ahead, before = clock() + AHEAD_S, 0, 1 << 62
+        while True:
+            settled = states.num_settled(*self._whose)
+            settled -= settled % self._page_tokens
+            # Where steps fill pages as fast as these go, more rounds would not leave less.
+            if not 0 < settled - self.ahead <= before // 2:
+                return
+            before = settled - self.ahead
+            while self.ahead < settled:
+                at_once = states.existing_exchange().tokens_at_once(self._page_tokens)
+                end = min(self.ahead + at_once, settled)
+                async with states.stored_pages(*self._whose, self.ahead, end) as id, aclosing(self._file(id)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                self.ahead = end
+                if clock() > until_s:
+                    raise _failed(f"its pages took more than {AHEAD_S:g} seconds")
+
+    def _file(self, id: bytes) -> AsyncGenerator[bytes, None]:
+        exchange = self._states.existing_exchange()
+        return exchange.pieces(
+            id,
+            self._principal,
+            pause_s=PAUSE_S,
+            whole_s=WHOLE_S,
+            piece_bytes=self._chunk_bytes,
+            copy=chunk_of,
+        )
+
+
+def _failed(why: str) -> RequestError:
+    return RequestError(Reason.MOVE_FAILED, f"{why}; the sequence stays here", retry_after_s=1.0)
