@@ -697,7 +697,8 @@ Global___ExportStateResponse: _TypeAlias = ExportStateResponse  # noqa: Y015
 
 @_typing.final
 class ImportStateRequest(_message.Message):
-    """Imports a state. All messages together have its file's bytes, in order, cut anywhere. Those behind the first have only
+    """Imports a state. All messages together have its file's bytes, in order, cut anywhere; ahead of a sequence's file there may
+    be files of its pages, each of which goes on where the one before ended. Those behind the first have only
     `chunk`: else INVALID_ARGUMENT, reason INVALID_REQUEST. A message that lets wait for 30 seconds, or
     the last one for 10 minutes: DEADLINE_EXCEEDED, reason UPLOAD_TIMEOUT. Too large for what host memory has left:
     RESOURCE_EXHAUSTED, reason NO_SNAPSHOT_LINES; too many states on their way: reason TOO_MANY_CALLS.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, aclosing, suppress
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,15 @@ from deltaline_server.snapshots.states import States
 
 # How long pages may go ahead; the rest needs time too.
 AHEAD_S = WHOLE_S / 2
+
+
+class _Prepared(NamedTuple):
+    """A file that is about to go: what it lies in, its first message, the others, and where its tokens end."""
+
+    held: AsyncExitStack
+    first: bytes
+    others: AsyncGenerator[bytes, None]
+    end: int
 
 
 class Leaving:
@@ -80,25 +90,58 @@ class Leaving:
                 yield chunk
 
     async def _pages(self) -> AsyncGenerator[bytes, None]:
-        """Files of whole pages, some after the other, until few are left."""
-        states, clock = self._states, asyncio.get_running_loop().time
-        until_s, self.ahead, before = clock() + AHEAD_S, 0, 1 << 62
-        while True:
-            settled = states.num_settled(*self._whose)
-            settled -= settled % self._page_tokens
-            # Where steps fill pages as fast as these go, more rounds would not leave less.
-            if not 0 < settled - self.ahead <= before // 2:
-                return
-            before = settled - self.ahead
-            while self.ahead < settled:
-                at_once = states.existing_exchange().tokens_at_once(self._page_tokens)
-                end = min(self.ahead + at_once, settled)
-                async with states.stored_pages(*self._whose, self.ahead, end) as id, aclosing(self._file(id)) as chunks:
-                    async for chunk in chunks:
+        """Files of whole pages, some after the other, until few are left; while some are sent the next are read."""
+        until_s, runs = asyncio.get_running_loop().time() + AHEAD_S, self._runs()
+        coming: asyncio.Task[_Prepared] | None = None
+
+        def prepare() -> asyncio.Task[_Prepared] | None:
+            run = next(runs, None)
+            return None if run is None else asyncio.create_task(self._prepared(*run))
+
+        try:
+            coming = prepare()
+            while coming is not None:
+                held, first, others, end = await coming
+                coming = None
+                async with held:
+                    coming = prepare()
+                    yield first
+                    async for chunk in others:
                         yield chunk
                 self.ahead = end
-                if clock() > until_s:
+                if asyncio.get_running_loop().time() > until_s:
                     raise _failed(f"its pages took more than {AHEAD_S:g} seconds")
+        finally:
+            if coming is not None:
+                coming.cancel()
+                with suppress(asyncio.CancelledError, RequestError):
+                    await (await coming).held.aclose()
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """Where the tokens of whole pages begin and end that may go next, until few are left."""
+        begin, before = 0, 1 << 62
+        while True:
+            settled = self._states.num_settled(*self._whose)
+            settled -= settled % self._page_tokens
+            # Where steps fill pages as fast as these go, more rounds would not leave less.
+            if not 0 < settled - begin <= before // 2:
+                return
+            before = settled - begin
+            while begin < settled:
+                end = min(begin + self._states.existing_exchange().tokens_at_once(self._page_tokens), settled)
+                yield begin, end
+                begin = end
+
+    async def _prepared(self, begin: int, end: int) -> _Prepared:
+        """The file of the pages of tokens `begin` .. `end`, its first message made."""
+        held = AsyncExitStack()
+        try:
+            id = await held.enter_async_context(self._states.stored_pages(*self._whose, begin, end))
+            chunks = await held.enter_async_context(aclosing(self._file(id)))
+            return _Prepared(held, await anext(chunks), chunks, end)
+        except BaseException:
+            await held.aclose()
+            raise
 
     def _file(self, id: bytes) -> AsyncGenerator[bytes, None]:
         exchange = self._states.existing_exchange()

@@ -119,7 +119,8 @@ class Exchange:
     def tokens_at_once(self, page_tokens: int) -> int:
         """Tokens whose keys and values go ahead at once: some whole pages of so many."""
         spans = [SpanProgress(position=page_tokens)] * self._layout.num_spans
-        return max(1, AHEAD_BYTES // state_bytes(self._layout.pages.sections(spans))) * page_tokens
+        most_bytes = min(AHEAD_BYTES, self._host.limit_bytes // 8)  # some of each of those that move at once
+        return max(1, most_bytes // state_bytes(self._layout.pages.sections(spans))) * page_tokens
 
     async def read_header(self, arriving: Arriving) -> tuple[StoredHeader, bytes]:
         """Take the header of what arrives; return it with its digest, which tells one state's file from all others.
