@@ -89,7 +89,7 @@ class Faults:
             self.num_struck += 1
             raise self._kind.error()
 
-    async def _in_pieces(self, *arguments: Any, **options: Any) -> AsyncIterator[bytes]:
+    async def _in_pieces(self, *arguments: Any, **options: Any) -> AsyncIterator[memoryview]:
         strikes = self._is_frozen or not self._in_rest
         if strikes:
             self._strike(Point.BEFORE_ANY_BYTE)

@@ -129,7 +129,7 @@ class Traveller:
     async def _file(self, id: bytes) -> bytes:
         assert self.rig.exchange is not None
         pieces = self.rig.exchange.pieces(id, self.owner, pause_s=60.0, whole_s=600.0)
-        return b"".join([piece async for piece in pieces])
+        return b"".join([bytes(piece) async for piece in pieces])
 
     async def moved_to(self, rig: StateRig) -> Traveller:
         """What comes of it at another rig."""

@@ -196,7 +196,7 @@ class StateService:
                 pieces = exchange.export(id, principal, pause_s=pace.pause_s, whole_s=pace.whole_s)
             await held.enter_async_context(aclosing(pieces))
             async for piece in pieces:
-                yield pb.ExportStateResponse(chunk=piece).SerializeToString()
+                yield pb.ExportStateResponse(chunk=bytes(piece)).SerializeToString()
 
     @asynccontextmanager
     async def _stored(self, message: pb.ExportStateRequest, context: Context) -> AsyncIterator[bytes]:

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.moving.peers import PAUSE_S, WHOLE_S, chunk_of
+from deltaline_server.moving.peers import WHOLE_S
+from deltaline_server.moving.ways import PAUSE_S
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.states import States
 
@@ -21,11 +22,11 @@ AHEAD_S = WHOLE_S / 2
 
 
 class _Prepared(NamedTuple):
-    """A file that is about to go: what it lies in, its first message, the others, and where its tokens end."""
+    """A file that is about to go: what it lies in, its first piece, the others, and where its tokens end."""
 
     held: AsyncExitStack
-    first: bytes
-    others: AsyncGenerator[bytes, None]
+    first: memoryview
+    others: AsyncGenerator[memoryview, None]
     end: int
 
 
@@ -43,10 +44,10 @@ class Leaving:
         handle: NDArray[np.uint64],
         principal: Principal,
         page_tokens: int,
-        chunk_bytes: int,
+        piece_bytes: int,
     ) -> None:
-        """handle: uint64 [1]. page_tokens: of whole pages of both servers. chunk_bytes: of its file in a message."""
-        self._states, self._page_tokens, self._chunk_bytes = states, page_tokens, chunk_bytes
+        """handle: uint64 [1]. page_tokens: of whole pages of both servers. piece_bytes: of its file at once."""
+        self._states, self._page_tokens, self._piece_bytes = states, page_tokens, piece_bytes
         self._whose = epoch, handle, principal
         self._principal, self._held = principal, AsyncExitStack()
         self._id: bytes | None = None
@@ -68,28 +69,28 @@ class Leaving:
         """The length of its lease. Raises RequestError as States.lease_s does."""
         return self._states.lease_s(*self._whose)
 
-    async def chunks(self, lease_s: float) -> AsyncGenerator[bytes, None]:
-        """Its file, in messages of an import, those of its pages first; once it stands still the last file alone.
+    async def pieces(self, lease_s: float) -> AsyncGenerator[memoryview, None]:
+        """Its file, in pieces, those of its pages first; once it stands still the last file alone.
 
         lease_s: that it is to have. Raises RequestError as States.stored does, and MOVE_FAILED where pages take too
         long or its lease was made longer while they went.
         """
         if self._id is None:
             async with aclosing(self._pages()) as pages:
-                async for chunk in pages:
-                    self.bytes_ahead += len(chunk)
-                    yield chunk
+                async for piece in pages:
+                    self.bytes_ahead += len(piece)
+                    yield piece
             self._frozen_since_s = asyncio.get_running_loop().time()
             stored = self._states.stored(*self._whose, is_leaving=True, ahead=self.ahead)
             self._id = await self._held.enter_async_context(stored)
             if self.lease_s() > lease_s + 0.001:
                 raise _failed("its lease was made longer meanwhile")
-        async with aclosing(self._file(self._id)) as chunks:
-            async for chunk in chunks:
-                self.bytes_frozen += len(chunk)
-                yield chunk
+        async with aclosing(self._file(self._id)) as pieces:
+            async for piece in pieces:
+                self.bytes_frozen += len(piece)
+                yield piece
 
-    async def _pages(self) -> AsyncGenerator[bytes, None]:
+    async def _pages(self) -> AsyncGenerator[memoryview, None]:
         """Files of whole pages, some after the other, until few are left; while some are sent the next are read."""
         until_s, runs = asyncio.get_running_loop().time() + AHEAD_S, self._runs()
         coming: asyncio.Task[_Prepared] | None = None
@@ -106,8 +107,8 @@ class Leaving:
                 async with held:
                     coming = prepare()
                     yield first
-                    async for chunk in others:
-                        yield chunk
+                    async for piece in others:
+                        yield piece
                 self.ahead = end
                 if asyncio.get_running_loop().time() > until_s:
                     raise _failed(f"its pages took more than {AHEAD_S:g} seconds")
@@ -133,25 +134,24 @@ class Leaving:
                 begin = end
 
     async def _prepared(self, begin: int, end: int) -> _Prepared:
-        """The file of the pages of tokens `begin` .. `end`, its first message made."""
+        """The file of the pages of tokens `begin` .. `end`, its first piece made."""
         held = AsyncExitStack()
         try:
             id = await held.enter_async_context(self._states.stored_pages(*self._whose, begin, end))
-            chunks = await held.enter_async_context(aclosing(self._file(id)))
-            return _Prepared(held, await anext(chunks), chunks, end)
+            pieces = await held.enter_async_context(aclosing(self._file(id)))
+            return _Prepared(held, await anext(pieces), pieces, end)
         except BaseException:
             await held.aclose()
             raise
 
-    def _file(self, id: bytes) -> AsyncGenerator[bytes, None]:
+    def _file(self, id: bytes) -> AsyncGenerator[memoryview, None]:
         exchange = self._states.existing_exchange()
         return exchange.pieces(
             id,
             self._principal,
             pause_s=PAUSE_S,
             whole_s=WHOLE_S,
-            piece_bytes=self._chunk_bytes,
-            copy=chunk_of,
+            piece_bytes=self._piece_bytes,
         )
 
 

@@ -107,7 +107,7 @@ class Mover:
         return Moved(owners, refusals)
 
     async def _move_one(self, epoch: int, handle: NDArray[np.uint64], principal: Principal, peer: Peer) -> Owner:
-        """One sequence's move, handle uint64 [1]. Raises RequestError as Leaving.chunks, Peer.open and MovedRecords.add
+        """One sequence's move, handle uint64 [1]. Raises RequestError as Leaving.pieces, Peer.open and MovedRecords.add
         do, and of a sequence that is over meanwhile; then it has not left."""
         states, pages = self._states, self._table.pages
         page_tokens = max(peer.page_tokens, 1 if pages is None else pages.page_size)  # powers of two
@@ -134,8 +134,8 @@ class Mover:
         for left in reversed(range(TRIES)):
             lease_ms = max(lease_ms, round(leaving.lease_s() * 1000))
             try:
-                async with aclosing(leaving.chunks(lease_ms / 1000)) as chunks:
-                    return await peer.open(chunks, request_id, lease_ms), lease_ms
+                async with aclosing(leaving.pieces(lease_ms / 1000)) as pieces:
+                    return await peer.open(pieces, request_id, lease_ms), lease_ms
             except RequestError as error:
                 is_lost = error.refusal.reason in (Reason.MOVE_FAILED, Reason.UPLOAD_TIMEOUT)
                 if not is_lost and (left or not leaving.ahead):

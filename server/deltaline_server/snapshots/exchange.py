@@ -63,9 +63,9 @@ class Exchange:
 
     async def export(
         self, id: bytes, owner: Principal, *, pause_s: float, whole_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        """A principal's snapshot as a state's file, in pieces. It keeps its place in host memory to the last of them,
-        if each is taken within `pause_s` and all are within `whole_s`.
+    ) -> AsyncGenerator[memoryview, None]:
+        """A principal's snapshot as a state's file, in pieces, each to be copied before the next is asked for. It keeps
+        its place in host memory to the last of them, if each is taken within `pause_s` and all are within `whole_s`.
 
         Raises RequestError SNAPSHOT_UNKNOWN; NO_SNAPSHOT_LINES where host memory has no room; UPLOAD_TIMEOUT.
         """
@@ -85,12 +85,11 @@ class Exchange:
         pause_s: float,
         whole_s: float,
         piece_bytes: int = PIECE_BYTES,
-        copy: Callable[[memoryview], bytes] = bytes,
-    ) -> AsyncGenerator[bytes, None]:
+    ) -> AsyncGenerator[memoryview, None]:
         """A state that came to host memory just now as a file, in pieces, as `export` gives it. Raises RequestError
         NO_SNAPSHOT_LINES where it had to make way, or its principal would have too much there; UPLOAD_TIMEOUT.
 
-        piece_bytes: at most; copy: takes each out of host memory.
+        piece_bytes: of each at most. They are views, and another's once they were not taken in time.
         """
         header = self._host.find(id)
         if header is None:
@@ -108,7 +107,7 @@ class Exchange:
                 # gRPC can't be told to give up a reader that stands still: the place goes back while it does.
                 late = loop.call_at(min(until_s, loop.time() + pause_s), held.close)
                 try:
-                    yield copy(piece)
+                    yield piece
                 finally:
                     late.cancel()
                 if loop.time() >= late.when():
