@@ -1,15 +1,16 @@
-"""Moves of a sequence between two servers of this host while it is stepped, beside a bare stream of the same bytes.
+"""Moves of a sequence between two servers of this host, by gRPC and by the local link, stepped or not.
 
     python bench/moves.py [--size h200|small] [--layers N] [--moves 20] [--output FILE.json]
 
 Two servers have the same random weights and share the GPU where there is one: layers of a model of 27 billion
-parameters, every fourth of them attention (size h200). A sequence with a prompt goes back and forth between them while
-a client decodes it, step after step. Judged are
+parameters, every fourth of them attention (size h200). A sequence with a prompt goes back and forth between them. Of
+each way are judged
 
-  freeze         how much longer than the median step the slowest one took while a move was under way, as the client
-                 saw it: at most 20 ms and what stood still at the rate of the pages that went ahead
-  rate           bytes that went ahead, by the time of a move without its freeze: of a bare one-way grpc.aio stream of
-                 as many bytes between two processes, in pieces as large, in turns with the moves
+  freeze   how much longer than the median step the slowest one took while a move was under way, as the client saw it:
+           at most 20 ms and what stood still at the rate of that way; the median of so many moves
+  rate     of what goes ahead, digests and all, while nobody steps: of gRPC at least 0.7 of a bare one-way grpc.aio
+           stream of as many bytes between two processes, in pieces as large, in turns with the moves; of the link at
+           least 5 GB/s
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 import grpc
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from deltaline_bench.device import name_device, provenance
 from deltaline_bench.service.figure import Figure, missed, to_json, write_table
@@ -43,7 +45,8 @@ from deltaline_cli.bench.busy import read_metrics
 from deltaline_client import AsyncClient, AsyncSequence
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MAX_FREEZE_S, MIN_OF_BARE = 0.020, 0.7
+MAX_FREEZE_S, MIN_OF_BARE, MIN_LINK_RATE = 0.020, 0.7, 5e9
+WAYS = GRPC, LINK = "gRPC", "link"
 PIECE_BYTES = 1 << 20
 # Decode steps before the first move, of which the median is taken, and between two moves.
 STEPS_BEFORE, STEPS_BETWEEN = 200, 20
@@ -53,30 +56,34 @@ SIZES = {
 }
 READY = re.compile(r" ready .*address=(\S+) metrics_port=(\d+)")
 ECHOES = re.compile(r"echoes on \S+ (\S+)\n")
-COUNTED = "moved_bytes_ahead", "moved_bytes_frozen", "moved_frozen_seconds"
+Array = NDArray[Any]
+COUNTED = "moved_bytes_ahead", "moved_bytes_frozen", "moved_ahead_seconds", "moved_frozen_seconds"
 
 
 @dataclass(frozen=True)
 class Move:
-    """What one move took, seconds and bytes: frozen_s as the source says, slowest_s of the client's steps meanwhile."""
+    """What one move took, seconds and bytes. slowest_s: of the client's steps meanwhile; the others but whole_s are
+    what the source has counted, in the order of COUNTED."""
 
     whole_s: float
-    frozen_s: float
     slowest_s: float
     bytes_ahead: float
     bytes_frozen: float
+    ahead_s: float
+    frozen_s: float
 
     @property
     def rate(self) -> float:
         """Bytes a second of what went ahead."""
-        return self.bytes_ahead / (self.whole_s - self.frozen_s)
+        return self.bytes_ahead / self.ahead_s
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server that runs: where it speaks gRPC, and its metrics."""
+    """A server that runs: where it speaks gRPC, its link, and its metrics."""
 
     address: str
+    link: str
     metrics_url: str
 
     def counted(self) -> list[float]:
@@ -107,7 +114,7 @@ def main() -> int:
 
 
 async def measure(size: Size, num_moves: int) -> list[Figure]:
-    """The figures of so many moves, back and forth. Raises HostError."""
+    """The figures of so many moves of each kind, back and forth. Raises HostError."""
     with tempfile.TemporaryDirectory(prefix="deltaline-bench-") as folder:
         async with (
             pair(size, Path(folder)) as servers,
@@ -116,14 +123,20 @@ async def measure(size: Size, num_moves: int) -> list[Figure]:
         ):
             sequence, token = await prefilled(client, size)
             plain = [await step_s(sequence, token) for _ in range(STEPS_BEFORE)]
-            moves, bare = list[Move](), list[float]()
-            for number in range(num_moves):
-                source, target = servers[number % 2], servers[1 - number % 2]
-                moves.append(await moved(client, sequence, token, source, target))
-                bare.append(await bare_rate(sink, round(moves[-1].bytes_ahead)))
-                for _ in range(STEPS_BETWEEN):
-                    await step_s(sequence, token)
-    return judge(size, plain, moves, bare)
+            figures = [Figure("moves", "decode step, p50", 1e3 * statistics.median(plain), "ms", "client")]
+            for way in WAYS:
+                stepped, still, bare = list[Move](), list[Move](), list[float]()
+                for number in range(2 * num_moves):
+                    source, target = servers[number % 2], servers[1 - number % 2]
+                    is_stepped = number >= num_moves
+                    move = await moved(client, sequence, token if is_stepped else None, source, target, way)
+                    (stepped if is_stepped else still).append(move)
+                    if not is_stepped:
+                        bare.append(await bare_rate(sink, round(move.bytes_ahead)))
+                    for _ in range(STEPS_BETWEEN):
+                        await step_s(sequence, token)
+                figures += judge(size, way, statistics.median(plain), stepped, still, bare)
+    return figures
 
 
 @asynccontextmanager
@@ -134,19 +147,21 @@ async def pair(size: Size, folder: Path) -> AsyncIterator[list[Served]]:
     ports = free_ports(2)
     async with AsyncExitStack() as running:
         logs = []
+        links = {port: folder / "run" / f"{port}.sock" for port in ports}
         for port, other in (ports, ports[::-1]):
             options: Mapping[str, Any] = {
                 "random_init": model,
                 "dtype": size.dtype,
                 "port": port,
                 "metrics_port": 0,
-                "link": "off",
+                "link": links[port],
+                "advertise": "127.0.0.1",
                 "max_sequences": 4,
                 "max_context": 2 * size.prefill_tokens,
                 "chunk_tokens": size.chunk_tokens,
                 "host_state_bytes": 2**31 if size.is_judged else 2**29,
                 "state_bytes": 2**33 if size.is_judged else 2**29,
-                "move_peers": f"127.0.0.1:{other}",
+                "move_peers": f"127.0.0.1:{other},link:{links[other]}",
                 "log_level": "info",
                 "drain_timeout_s": 1.0,
             }
@@ -154,7 +169,10 @@ async def pair(size: Size, folder: Path) -> AsyncIterator[list[Served]]:
             flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
             logs.append((running.enter_context(process_of(["deltaline_server", *flags], log)), log))
         found = [await asyncio.to_thread(said, READY, *one) for one in logs]
-        yield [Served(one[1], f"http://127.0.0.1:{one[2]}/metrics") for one in found]
+        yield [
+            Served(one[1], f"link:{links[port]}", f"http://127.0.0.1:{one[2]}/metrics")
+            for port, one in zip(ports, found, strict=True)
+        ]
 
 
 def said(pattern: re.Pattern[str], process: subprocess.Popen[bytes], log: Path) -> re.Match[str]:
@@ -176,12 +194,12 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-async def prefilled(client: AsyncClient, size: Size) -> tuple[AsyncSequence, np.ndarray[Any, Any]]:
+async def prefilled(client: AsyncClient, size: Size) -> tuple[AsyncSequence, Array]:
     """A sequence with its prompt, and a token for its steps."""
     info = await client.info()
     sequence, rng = await client.open(), np.random.default_rng(0)
 
-    def tokens(count: int) -> np.ndarray[Any, Any]:
+    def tokens(count: int) -> Array:
         return rng.standard_normal((count, *info.input_shape()), dtype=np.float32).astype(info.dtype)
 
     at_once = min(size.prefill_tokens, (info.inline_limit_bytes // size.token_bytes) // 2)
@@ -190,7 +208,7 @@ async def prefilled(client: AsyncClient, size: Size) -> tuple[AsyncSequence, np.
     return sequence, tokens(1)[0]
 
 
-async def step_s(sequence: AsyncSequence, token: np.ndarray[Any, Any]) -> float:
+async def step_s(sequence: AsyncSequence, token: Array) -> float:
     """How long a decode step took, wherever the sequence lives."""
     begun_s = time.perf_counter()
     await sequence.decode(token)
@@ -198,19 +216,20 @@ async def step_s(sequence: AsyncSequence, token: np.ndarray[Any, Any]) -> float:
 
 
 async def moved(
-    client: AsyncClient, sequence: AsyncSequence, token: np.ndarray[Any, Any], source: Served, target: Served
+    client: AsyncClient, sequence: AsyncSequence, token: Array | None, source: Served, target: Served, way: str
 ) -> Move:
-    """Move a sequence while it is stepped."""
-    before, begun_s = source.counted(), time.perf_counter()
-    moving, steps = asyncio.create_task(client.move([sequence], target.address)), list[float]()
+    """Move a sequence; token: of the steps that are taken meanwhile, None for none."""
+    before, begun_s, whole = source.counted(), time.perf_counter(), list[float]()
+    address = target.address if way == GRPC else target.link
+    moving, steps = asyncio.create_task(client.move([sequence], address)), [0.0]
     moving.add_done_callback(lambda _: whole.append(time.perf_counter() - begun_s))
-    whole = list[float]()
-    while not moving.done():
+    while token is not None and not moving.done():
         steps.append(await step_s(sequence, token))
     await moving
-    steps.append(await step_s(sequence, token))
-    ahead, frozen, frozen_s = (now - then for now, then in zip(source.counted(), before, strict=True))
-    return Move(whole[0], frozen_s, max(steps), ahead, frozen)
+    if token is not None:
+        steps.append(await step_s(sequence, token))
+    counted = [now - then for now, then in zip(source.counted(), before, strict=True)]
+    return Move(whole[0], max(steps), *counted)
 
 
 @asynccontextmanager
@@ -236,25 +255,27 @@ async def bare_rate(channel: grpc.aio.Channel, num_bytes: int) -> float:
     return float(taken / (time.perf_counter() - begun_s))
 
 
-def judge(size: Size, plain: Sequence[float], moves: Sequence[Move], bare: Sequence[float]) -> list[Figure]:
-    """Make the figures."""
-    step = statistics.median(plain)
-    rate = statistics.median(one.rate for one in moves)
-    freezes = [max(one.slowest_s - step, 0.0) for one in moves]
-    frozen_bytes = statistics.median(one.bytes_frozen for one in moves)
+def judge(
+    size: Size, way: str, step: float, stepped: Sequence[Move], still: Sequence[Move], bare: Sequence[float]
+) -> list[Figure]:
+    """Make the figures of a way."""
+    rate = statistics.median(one.rate for one in still)
+    freezes = [max(one.slowest_s - step, 0.0) for one in stepped]
+    frozen_bytes = p50(stepped, "bytes_frozen")
     bar_ms = 1e3 * (MAX_FREEZE_S + frozen_bytes / rate)
-    of_bare = statistics.median(one.rate / other for one, other in zip(moves, bare, strict=True))
+    of_bare = statistics.median(one.rate / other for one, other in zip(still, bare, strict=True))
+    of_rate, of_ratio = size.bar(MIN_LINK_RATE / 1e9, is_least=True), size.bar(MIN_OF_BARE, is_least=True)
     return [
-        Figure("moves", "decode step, p50", 1e3 * step, "ms", "client"),
-        Figure("moves", "freeze, p50", 1e3 * statistics.median(freezes), "ms", "client", size.bar(bar_ms)),
-        Figure("moves", "freeze, p99", 1e3 * float(np.percentile(freezes, 99)), "ms", "client"),
-        Figure("moves", "freeze as the source says, p50", 1e3 * p50(moves, "frozen_s"), "ms", "metrics"),
-        Figure("moves", "a whole move, p50", 1e3 * p50(moves, "whole_s"), "ms", "client"),
-        Figure("moves", "sent ahead, p50", p50(moves, "bytes_ahead") / 1e6, "MB", "metrics"),
-        Figure("moves", "sent while it stood still, p50", frozen_bytes / 1e6, "MB", "metrics"),
-        Figure("moves", "rate of what went ahead, p50", rate / 1e9, "GB/s", "metrics"),
-        Figure("moves", "a bare stream of as many bytes, p50", statistics.median(bare) / 1e9, "GB/s", "raw"),
-        Figure("moves", "of a bare stream, p50", of_bare, "", "raw", size.bar(MIN_OF_BARE, is_least=True)),
+        Figure(way, "freeze, p50", 1e3 * statistics.median(freezes), "ms", "client", size.bar(bar_ms)),
+        Figure(way, "freeze, p99", 1e3 * float(np.percentile(freezes, 99)), "ms", "client"),
+        Figure(way, "freeze as the source says, p50", 1e3 * p50(stepped, "frozen_s"), "ms", "metrics"),
+        Figure(way, "a whole move, p50", 1e3 * p50(stepped, "whole_s"), "ms", "client", note="stepped"),
+        Figure(way, "sent ahead, p50", p50(stepped, "bytes_ahead") / 1e6, "MB", "metrics"),
+        Figure(way, "sent while it stood still, p50", frozen_bytes / 1e6, "MB", "metrics"),
+        Figure(way, "rate while stepped, p50", statistics.median(one.rate for one in stepped) / 1e9, "GB/s", "metrics"),
+        Figure(way, "rate, p50", rate / 1e9, "GB/s", "metrics", None if way == GRPC else of_rate),
+        Figure(way, "a bare stream of as many bytes, p50", statistics.median(bare) / 1e9, "GB/s", "raw"),
+        Figure(way, "of a bare stream, p50", of_bare, "", "raw", of_ratio if way == GRPC else None),
     ]
 
 

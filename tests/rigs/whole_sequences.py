@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -158,11 +159,12 @@ async def imported_by(
         assert stored.header.is_sequence
         while stored.header.is_pages:
             sequence.expect(stored.header)
-            async with exchange.received(arriving, stored, owner, is_pinned=False) as header:
-                await sequence.land(header)
+            received = exchange.received(arriving, stored, owner, is_pinned=False)
+            await sequence.land(received, partial(exchange.judge, stored))
             stored, _ = await exchange.read_header(arriving)
         sequence.expect(stored.header)
         async with exchange.received(arriving, stored, owner, is_pinned=False) as header:
+            await sequence.landed()
             [handle] = (await rig.states.open_stored(header, owner, lease_s, sequence.hand_over())).tolist()
     return int(handle)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from google.protobuf.message import Message
 
 from deltaline import wire
 from deltaline.v1 import state_service_pb2 as pb
+from deltaline.wire import Buffer
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front import replies, reply_bytes, requests
 from deltaline_server.front.identity import Identity
@@ -271,8 +273,8 @@ class StateService:
         with self._states.coming(owner) as coming:
             while stored.header.is_pages:
                 coming.expect(stored.header)
-                async with exchange.received(arriving, stored, owner, is_pinned=False) as header:
-                    await coming.land(header)
+                received = exchange.received(arriving, stored, owner, is_pinned=False)
+                await coming.land(received, partial(exchange.judge, stored))
                 stored, asked.chunk = await exchange.read_header(arriving)
             content = asked.SerializeToString(deterministic=True)
             call = current_principal(), "ImportState", asked.request_id, content
@@ -281,6 +283,7 @@ class StateService:
                 return reply
             coming.expect(stored.header)
             async with exchange.received(arriving, stored, owner, is_pinned=False) as header:
+                await coming.landed()
 
                 async def work() -> bytes:
                     handles = await self._states.open_stored(header, owner, lease_s, coming.hand_over())
@@ -347,14 +350,14 @@ async def _by_parts(ids: list[bytes], call: Callable[[list[bytes]], list[Snapsho
     return states
 
 
-def _import_message(body: bytes) -> pb.ImportStateRequest | memoryview:
+def _import_message(body: Buffer) -> pb.ImportStateRequest | memoryview:
     """A message of an import; its chunk, which is not copied, where it has nothing else."""
     head = wire.field_head(pb.ImportStateRequest.CHUNK_FIELD_NUMBER, len(body))
     for size in (len(head), len(head) - 1):  # of a length that takes as many bytes as that of all, or one less
         chunk = memoryview(body)[size:]
         if chunk and body[:size] == wire.field_head(pb.ImportStateRequest.CHUNK_FIELD_NUMBER, len(chunk)):
             return chunk
-    return pb.ImportStateRequest.FromString(body)
+    return pb.ImportStateRequest.FromString(bytes(body))  # what others may write is not parsed
 
 
 async def _read_import(

@@ -33,8 +33,8 @@ class _Prepared(NamedTuple):
 class Leaving:
     """A principal's sequence, whose steps and commits wait from when its pages are gone until the context is over.
 
-    bytes_ahead, bytes_frozen: that were taken from it before, and since; frozen_s: how long it stood still in all, once
-    it is over. ahead: leading tokens whose pages are gone.
+    bytes_ahead, bytes_frozen: that were taken from it before, and since; ahead_s: how long that took, and
+    frozen_s: how long it stood still in all, once it is over. ahead: leading tokens whose pages are gone.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Leaving:
         self._principal, self._held = principal, AsyncExitStack()
         self._id: bytes | None = None
         self.bytes_ahead = self.bytes_frozen = self.ahead = 0
-        self.frozen_s = 0.0
+        self.ahead_s = self.frozen_s = 0.0
         self._frozen_since_s: float | None = None
 
     async def __aenter__(self) -> Leaving:
@@ -76,11 +76,13 @@ class Leaving:
         long or its lease was made longer while they went.
         """
         if self._id is None:
+            begun_s = asyncio.get_running_loop().time()
             async with aclosing(self._pages()) as pages:
                 async for piece in pages:
                     self.bytes_ahead += len(piece)
                     yield piece
             self._frozen_since_s = asyncio.get_running_loop().time()
+            self.ahead_s += self._frozen_since_s - begun_s
             stored = self._states.stored(*self._whose, is_leaving=True, ahead=self.ahead)
             self._id = await self._held.enter_async_context(stored)
             if self.lease_s() > lease_s + 0.001:

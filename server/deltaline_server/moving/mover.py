@@ -53,8 +53,8 @@ class Mover:
         """Sequences that were moved, and how often one that could have been was not."""
         self.bytes_ahead = self.bytes_frozen = 0
         """Of those that were moved: what was sent while they were stepped, and while they stood still."""
-        self.frozen_s = 0.0
-        """How long these stood still, together."""
+        self.ahead_s = self.frozen_s = 0.0
+        """How long these took, together."""
 
     @classmethod
     def of(
@@ -124,6 +124,7 @@ class Mover:
                     raise
         self.bytes_ahead += leaving.bytes_ahead
         self.bytes_frozen += leaving.bytes_frozen
+        self.ahead_s += leaving.ahead_s
         self.frozen_s += leaving.frozen_s
         return owner
 

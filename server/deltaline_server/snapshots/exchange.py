@@ -145,7 +145,7 @@ class Exchange:
         self, arriving: Arriving, stored: StoredHeader, owner: Principal, *, is_pinned: bool
     ) -> AsyncIterator[StateHeader]:
         """Inside the context what arrives behind a header lies in host memory, whole and sound, under an id of its own;
-        behind it only if it was added.
+        behind it only if it was added. Pages are yet to be judged.
 
         Raises RequestError as `read_header`, NON_FINITE_INPUT, QUOTA_EXCEEDED or NO_SNAPSHOT_LINES; what the pieces
         raise.
@@ -157,9 +157,10 @@ class Exchange:
         header = replace(stored.header, id=id, owner=owner.name, is_pinned=is_pinned, created_ns=now_ns)
 
         async def copy_in(memory: Bytes) -> None:
-            await arriving.read_state(memory, is_last=not stored.header.is_pages)
-            # A thread that outlives this call reads, and nobody asks what.
-            await asyncio.to_thread(check_state, stored, memory, self._layout, self._types)
+            await arriving.read_state(memory, is_last=not header.is_pages)
+            if not header.is_pages:
+                # A thread that outlives this call reads, and nobody asks what.
+                await asyncio.to_thread(check_state, stored, memory, self._layout, self._types)
 
         with _counted(self._num_coming, owner.number, not is_sequence), self._place(owner, size):
             try:
@@ -174,6 +175,15 @@ class Exchange:
             finally:
                 if self._snapshots.get(id) is None:
                     self._host.release(id)
+
+    async def judge(self, stored: StoredHeader, id: bytes) -> None:
+        """Judge pages that were received under an id. Raises RequestError as `received`."""
+        with self._host.use(id) as memory:
+            if memory is not None:  # else who wanted them has gone
+                try:
+                    await asyncio.to_thread(check_state, stored, memory, self._layout, self._types)
+                except StateFileError as error:
+                    raise refused(error) from error
 
     def add(self, header: StateHeader, owner: Principal, lease_s: float | None) -> SnapshotDescription:
         """Let what was received be a principal's snapshot. Raises RequestError QUOTA_EXCEEDED, NO_SNAPSHOT_LINES, or

@@ -178,7 +178,8 @@ async def test_a_damaged_stream_leaves_nothing(pair: Any, make: Callable[[Files]
     with refuses(reason) as caught:
         await imported(to, make(files))
     assert ": expected " in caught.value.refusal.message, caught.value.refusal.message
-    assert to.table.num_open == 0 and to.pages is not None and to.pages.num_used == 0
+    await until(lambda: not to.table.num_open)  # pages that came before may be written yet
+    assert to.pages is not None and to.pages.num_used == 0
     check_idle(to)
     await imported(to, [*files.pages, files.rest])
 
