@@ -815,7 +815,8 @@ class MoveSequencesRequest(_message.Message):
     server_epoch: _builtins.int
     """From OpenSequencesResponse. 0: INVALID_ARGUMENT, reason INVALID_REQUEST."""
     target: _builtins.str
-    """HOST:PORT of the server that takes them, one of those that this server was told (`--move-peers`): else
+    """HOST:PORT of the server that takes them, or link:PATH of one on this server's host, one of those that this server was
+    told (`--move-peers`): else
     FAILED_PRECONDITION, reason MOVE_TARGET_REFUSED, and nothing is sent to it. So is one that can't be reached or
     verified, that does not let this server in, or is this server.
     """
