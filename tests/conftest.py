@@ -109,6 +109,10 @@ def _write_checkpoint(
     }
     nemotron = {
         "layers_block_type": ["linear_attention"] * layers,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
         "chunk_size": 32,
         "mamba_num_heads": value_heads,
         "mamba_head_dim": head_dim,
@@ -153,6 +157,9 @@ def _write_checkpoint(
         made = transformers.Mamba2Config(**config | overrides)
     elif model_type == "bamba":
         made = transformers.BambaConfig(**config | beside_attention | {"intermediate_size": intermediate} | overrides)
+    elif model_type == "falcon_h1":
+        sizes = {"intermediate_size": intermediate, "head_dim": 16, "mamba_d_ssm": 2 * hidden}
+        made = transformers.FalconH1Config(**config | beside_attention | sizes | overrides)
     elif model_type == "granitemoehybrid":
         mlp = {"num_local_experts": 0, "intermediate_size": 32, "shared_intermediate_size": intermediate}
         made = transformers.GraniteMoeHybridConfig(**config | beside_attention | mlp | overrides)
@@ -176,6 +183,7 @@ def _write_checkpoint(
     classes = {
         "mamba2": "Mamba2ForCausalLM",
         "bamba": "BambaForCausalLM",
+        "falcon_h1": "FalconH1ForCausalLM",
         "olmo_hybrid": "OlmoHybridForCausalLM",
         "granitemoehybrid": "GraniteMoeHybridForCausalLM",
         "nemotron_h": "NemotronHForCausalLM",
@@ -199,8 +207,10 @@ def _write_checkpoint(
             elif weight.ndim == 1:
                 weight.normal_(1.0 if name.endswith(around_one) else 0.0, 0.3, generator=generator)
             else:
-                inputs = weight.shape[2] if name.endswith(("gate_up_proj", "down_proj")) else weight[0].numel()
-                weight.normal_(0, inputs**-0.5, generator=generator)
+                weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith(".e_score_correction_bias"):
+                buffer.normal_(0, 0.3, generator=generator)
     model = model.to(getattr(torch, dtype)).eval()
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model

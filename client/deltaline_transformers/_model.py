@@ -54,6 +54,8 @@ class DeltalineForCausalLM(PreTrainedModel, GenerationMixin):
         text = config.get_text_config(decoder=True)
         without_layers = copy.deepcopy(text)
         without_layers.num_hidden_layers = 0
+        if "layers_block_type" in vars(text):  # it counts, not the number
+            without_layers.layers_block_type = []
         if hasattr(text, "embedding_multiplier"):  # of what goes into the layers, which is not what the ends are given
             without_layers.embedding_multiplier = 1.0
         without_layers.tie_word_embeddings |= config.tie_word_embeddings  # which may stand beside text_config alone

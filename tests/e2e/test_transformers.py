@@ -35,6 +35,8 @@ TINY: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden": HIDDEN, "intermediat
 HYBRID = TINY | {"layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": 4096}
 OLMO = {"rope_parameters": {"rope_theta": None}}
 BAMBA = {"attn_layer_indices": [1]}
+NEMOTRON = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]}
+FALCON = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.9, 0.3], "key_multiplier": 0.4}
 GRANITE = {"layer_types": ["mamba", "attention"], "embedding_multiplier": 3.0, "logits_scaling": 4.0}
 
 
@@ -145,7 +147,13 @@ def test_logits_are_those_of_the_whole_model(
 
 @pytest.mark.parametrize(
     ("model_type", "options"),
-    [("bamba", BAMBA), ("olmo_hybrid", HYBRID | OLMO), ("granitemoehybrid", GRANITE | {"num_local_experts": 4})],
+    [
+        ("bamba", BAMBA),
+        ("olmo_hybrid", HYBRID | OLMO),
+        ("granitemoehybrid", GRANITE | {"num_local_experts": 4}),
+        ("nemotron_h", NEMOTRON),
+        ("falcon_h1", FALCON),
+    ],
 )
 def test_families_generate_as_transformers_does_plain_and_with_drafts(
     make_server: MakeServer,

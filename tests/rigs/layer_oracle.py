@@ -16,11 +16,12 @@ from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import Model, ModelOptions, load_model
+from deltaline_server.snapshots.tiers import layer_numbers
 
 TOLERANCE = 1e-4
 MIXERS = ("mixer", "mamba", "linear_attn", "self_attn")
 MAX_DRAFT, PAGE_SIZE = 4, 16
-MAMBA = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid")
+MAMBA = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid", "falcon_h1")
 WITHOUT_POSITIONS = ("mamba2", "nemotron_h")
 
 
@@ -63,14 +64,22 @@ class Oracle:
         for i in layers:
             layer = base.layers[i]
             mixer = next(getattr(layer, name) for name in MIXERS if getattr(layer, name, None) is not None)
-            is_attention = getattr(layer, "self_attn", None) is not None
+            kind = getattr(layer, "block_type", None)  # of nemotron_h, whose mixers all have one name
+            is_attention = getattr(layer, "self_attn", None) is not None or kind == "full_attention"
             if scope is Scope.BLOCK:
                 has_mask = is_attention or config.model_type not in MAMBA
                 masks = {"attention_mask": mask if is_attention else None} if has_mask else {}
                 made = layer(x, **arguments, **masks)
                 x = made[0] if isinstance(made, tuple) else made
+            elif config.model_type == "falcon_h1":
+                made = layer.mamba(x, cache_params=cache) * layer.ssm_out_multiplier
+                attended = x * layer.attention_in_multiplier
+                attended = layer.self_attn(attended, attention_mask=mask, **arguments)[0]
+                x = made + attended * layer.attn_out_multiplier
             elif is_attention:
                 x = mixer(x, attention_mask=mask, **arguments)[0]
+            elif kind in ("mlp", "moe"):
+                x = mixer(x)
             else:
                 x = mixer(x, cache_params=cache)
         return x[0]
@@ -170,8 +179,8 @@ def assert_close(ours: Tensor, theirs: Tensor, tolerance: float = TOLERANCE) -> 
 def assert_same_state(served: Served, line: int, cache: Any, layers: range) -> None:
     """Fail unless the lines of the recurrent layers among these are what transformers keeps of the same sequence."""
     is_mamba = served.model.config.model_type in MAMBA
-    for state, i in zip(served.pool.layers, layers, strict=True):
-        if isinstance(state, LayerState):
+    for state, i in zip(served.pool.layers, layer_numbers(served.model), strict=True):
+        if isinstance(state, LayerState) and i in layers:
             history, recurrent = cache.layers[i].conv_states[0][0].t()[1:], cache.layers[i].recurrent_states[0][0]
             assert_close(state.recurrent[line].cpu(), recurrent if is_mamba else recurrent.transpose(1, 2))
             assert_close(state.conv[line, : len(history)].cpu(), history)

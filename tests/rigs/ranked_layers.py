@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from rigs.adapter_cases import PREFIX, adapter_config, plan_adapter, poisoned
 from rigs.layer_oracle import MAX_DRAFT, Served, serve
-from rigs.small_models import BAMBA, EXPERTS, GATED_DELTA_NET, GRANITE, HIDDEN, HYBRID, MAMBA2
+from rigs.small_models import BAMBA, EXPERTS, FALCON, GATED_DELTA_NET, GRANITE, HYBRID, MAMBA2, NEMOTRON
 from torch import Tensor
 
 from deltaline_server.layers.state_pool import LayerState
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, open_weights
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 
 # Of 2 key-value heads, 4 ranks have the same one by twos; likewise of Mamba2's 2 groups, whose norm has one.
 _LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
@@ -28,16 +28,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "interleaved": EXPERTS | _LINEAR | _ATTENTION | {"model_type": "qwen3_next"},
     "streams": HYBRID | _LINEAR | _ATTENTION | {"hc_mult": 2},
     "mamba2": MAMBA2 | {"use_bias": True},
-    "nemotron": {
-        "model_type": "nemotron_h",
-        "hidden_size": HIDDEN,
-        "intermediate_size": 96,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 12,
-        "ssm_state_size": 32,
-        "n_groups": 4,
-        "layers_block_type": ["linear_attention"] * 2,
-    },
+    "nemotron": NEMOTRON,
+    "falcon": FALCON,
+    "falcon-norm": FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1},
     "bamba": BAMBA | {"num_attention_heads": 8, "mlp_bias": True},
     "granite": GRANITE | {"num_attention_heads": 8},
 }

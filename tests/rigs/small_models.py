@@ -78,3 +78,42 @@ OLMO = GATED_DELTA_NET | {
     "rope_parameters": {"rope_type": "default", "rope_theta": None},
     "max_position_embeddings": 1000,
 }
+# Layers of attention, of an MLP and of experts alone, which have no state.
+NEMOTRON: dict[str, Any] = {
+    "model_type": "nemotron_h",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 32,
+    "n_groups": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "max_position_embeddings": 1000,
+    "layers_block_type": ["mlp", "linear_attention", "full_attention", "moe"],
+}
+# Two states in one layer.
+FALCON: dict[str, Any] = {
+    "model_type": "falcon_h1",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1000,
+    "rms_norm_eps": 1e-5,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "ssm_multipliers": [0.5, 0.25, 1.5, 0.75, 1.25],
+    "key_multiplier": 0.5,
+    "mlp_multipliers": [0.75, 0.5],
+}

@@ -20,17 +20,18 @@ from numpy.typing import NDArray
 from rigs.limits import make_limits
 from rigs.scheduler_rig import Counts
 
+from deltaline_server.computing import make_executor
 from deltaline_server.engine.executor import Executor
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
 from deltaline_server.models.model import ModelOptions, load_model
-from deltaline_server.runtime import make_executor, page_pool
+from deltaline_server.runtime import page_pool
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots.directory import StateDirectory
 from deltaline_server.snapshots.files import FileTier
 from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.states import States
-from deltaline_server.snapshots.tiers import Tiers, make_layout
+from deltaline_server.snapshots.tiers import Tiers, layer_numbers, make_layout
 from deltaline_server.step import BatchResult, StepBatch
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshots import SnapshotTable
@@ -69,8 +70,8 @@ class Entry:
 class Reference:
     """A sequence on a line of its own, which nobody else ever reads."""
 
-    def __init__(self, executor: Executor, pool: StatePool, line: int, spans: Sequence[range]) -> None:
-        """spans: the layers of each."""
+    def __init__(self, executor: Executor, pool: StatePool, line: int, spans: Sequence[Sequence[int]]) -> None:
+        """spans: the places of each one's states in the pool."""
         self._executor, self._pool, self._line, self._layers = executor, pool, line, spans
         self._has_begun, self._half = [False] * len(spans), [0] * len(spans)
         if pool.page_table is not None:
@@ -335,7 +336,9 @@ class StateRig:
     def reference(self, history: Sequence[Entry]) -> tuple[int, Reference]:
         """A reference that was fed a history, which gave the same bits again; and its line."""
         line = self._reference_lines.pop()
-        made = Reference(self._reference_executor, self._reference_pool, line, self.model.spans)
+        numbers = layer_numbers(self.model)
+        places = [[i for i, number in enumerate(numbers) if number in span] for span in self.model.spans]
+        made = Reference(self._reference_executor, self._reference_pool, line, places)
         for entry in history:
             again = made.run(entry.batch, entry.row, entry.committed, entry.replayed, entry.position, entry.stop)
             np.testing.assert_array_equal(again, entry.output)

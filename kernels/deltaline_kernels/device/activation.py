@@ -29,6 +29,13 @@ def silu(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def relu2(x):
+    """Return relu(x) ** 2; NaN stays NaN."""
+    positive = tl.where(x < 0, 0.0, x)
+    return positive * positive
+
+
+@triton.jit
 def softplus(x):
     """Return log(1 + exp(x)) of fp32 x, to a relative error of about 1e-6 however small it is."""
     # softplus(x) = max(x, 0) + log1p(e), e = exp(-|x|) in [0, 1]. log1p is 2 atanh(s), as a series in s = e / (2 + e),

@@ -11,6 +11,9 @@ from deltaline_kernels.moe.reference import route_tokens_reference, run_experts_
 from deltaline_kernels.moe.router import MAX_EXPERTS, MAX_TOP_K, Router
 from deltaline_kernels.operators import operator
 
+# What an expert does with its inner channels: silu of half of them times the other half, or their squared relu.
+SILU, RELU2 = "silu", "relu2"
+
 __all__ = [
     "MAX_EXPERTS",
     "MAX_TOP_K",
@@ -77,30 +80,38 @@ def route_tokens(
 
 
 @operator(_fake_output)
-def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def run_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str = SILU
+) -> Tensor:
     """Return `[T, H]` in x.dtype: the weighted sum over each token's experts, in the order in which it has them.
 
         out[t] = sum over c of weights[t, c] D (silu(G x[t]) * (U x[t])),  G, U, D those of expert experts[t, c]
+        out[t] = sum over c of weights[t, c] D relu(U x[t]) ** 2,  with the activation "relu2"
 
     Does not wait for the device, nor depends how it computes on what `experts` holds.
 
     Args:
         x: `[T, H]` fp32, bf16 or fp16, a row stride is fine.
-        gate_up: `[E, 2 I, H]`, G above U, and down: `[E, H, I]`, both contiguous and in x.dtype; shared experts are
-            the last ones of E.
+        gate_up: `[E, 2 I, H]`, G above U, or U alone `[E, I, H]` with the activation "relu2"; and down: `[E, H, I]`,
+            both contiguous and in x.dtype; shared experts are the last ones of E.
         weights: `[T, C]` fp32, contiguous. experts: `[T, C]` int32, contiguous; every value outside 0..E-1, such as
             -1, stands for none, whose weight does not count. A token without experts gets zeros.
+        activation: "silu" or "relu2".
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    if activation not in (SILU, RELU2):
+        raise ValueError(f"activation: expected {SILU} or {RELU2}, got {activation!r}")
+    halves = 2 if activation == SILU else 1
     check_tensor("x", x, (None, None), ACTIVATIONS, None, row_stride=True)
     device, (num_tokens, width) = x.device, x.shape
     check_tensor("gate_up", gate_up, (None, None, width), (x.dtype,), device)
     num_experts, both, _ = gate_up.shape
-    if num_experts < 1 or width < 1 or both < 2 or both % 2:
-        raise ValueError(f"gate_up: expected shape [E, 2 I, H], none of them 0, got {list(gate_up.shape)}")
-    check_tensor("down", down, (num_experts, width, both // 2), (x.dtype,), device)
+    if num_experts < 1 or width < 1 or both < halves or both % halves:
+        rows = "2 I" if halves == 2 else "I"
+        raise ValueError(f"gate_up: expected shape [E, {rows}, H], none of them 0, got {list(gate_up.shape)}")
+    check_tensor("down", down, (num_experts, width, both // halves), (x.dtype,), device)
     check_tensor("weights", weights, (num_tokens, None), (torch.float32,), device)
     if weights.shape[1] < 1:
         raise ValueError(f"weights: expected at least 1 choice per token, got shape {list(weights.shape)}")
@@ -108,10 +119,10 @@ def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=device)
     if num_tokens > 0:
         if device.type == "cpu":
-            run_experts_cpu(x, gate_up, down, weights, experts, out)
+            run_experts_cpu(x, gate_up, down, weights, experts, out, gated=halves == 2)
         else:
             # Imported here: only this path needs triton, which is installed on Linux alone.
             from deltaline_kernels.moe.launch import run_experts_triton
 
-            run_experts_triton(x, gate_up, down, weights, experts, out)
+            run_experts_triton(x, gate_up, down, weights, experts, out, gated=halves == 2)
     return out

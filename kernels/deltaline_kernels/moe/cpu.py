@@ -55,16 +55,26 @@ def _largest(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
-def run_experts_cpu(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor) -> None:
-    """Write out `[T, H]`."""
+def run_experts_cpu(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, *, gated: bool
+) -> None:
+    """Write out `[T, H]`; gated: with silu, else with relu2."""
     rows = min(MAX_ROWS, pow2(len(x)))
     for begin in range(0, len(x), plan.MAX_TOKENS):
         some = slice(begin, begin + plan.MAX_TOKENS)
-        _run_tiles(x[some], gate_up, down, weights[some], experts[some], out[some], rows)
+        _run_tiles(x[some], gate_up, down, weights[some], experts[some], out[some], rows, gated=gated)
 
 
 def _run_tiles(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, rows: int
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    out: Tensor,
+    rows: int,
+    *,
+    gated: bool,
 ) -> None:
     """Write out `[T, H]` in tiles of so many rows.
 
@@ -86,8 +96,13 @@ def _run_tiles(
         first, second = gate_up[expert].float().t(), down[expert].float().t()
         begin, end = end, end + count
         for place in range(begin, end, rows):
-            gate, up = torch.mm(tokens[place : place + rows], first).chunk(2, dim=1)
-            torch.mm(torch.mul(silu(gate), up, out=hidden), second, out=parts[place : place + rows])
+            inner = torch.mm(tokens[place : place + rows], first)
+            if gated:
+                gate, up = inner.chunk(2, dim=1)
+                torch.mul(silu(gate), up, out=hidden)
+            else:
+                torch.square(inner.relu_(), out=hidden)
+            torch.mm(hidden, second, out=parts[place : place + rows])
     parts[end:] = 0.0
     places = order.argsort().view(experts.shape)
     # Weights of choices without an expert may be anything.

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deltaline_kernels.device.activation import silu
+from deltaline_kernels.device.activation import relu2, silu
 from deltaline_kernels.device.state_tile import below
 from deltaline_kernels.moe.plan import launch_options, plan_direct_first, plan_direct_second
 
@@ -30,10 +30,11 @@ def _first(
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
     UNROLL: tl.constexpr,
+    GATED: tl.constexpr,
     EXACT: tl.constexpr,
     DEPENDENTS: tl.constexpr,
 ):
-    """Write silu(gate) * up of a choice and BLOCK_N inner channels, in fp32."""
+    """Write silu(gate) * up of a choice and BLOCK_N inner channels, in fp32; without gates relu(up) ** 2."""
     if DEPENDENTS:
         gdc_launch_dependents()
     PARTS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
@@ -42,7 +43,8 @@ def _first(
     expert = tl.load(experts + pair)
     if (expert >= 0) & (expert < num_experts):
         p_x = x + (pair // C).to(tl.int64) * x_stride
-        p_gate = gate_up + expert.to(tl.int64) * (2 * INNER * H) + o_n.to(tl.int64)[:, None] * H
+        HALVES: tl.constexpr = 2 if GATED else 1
+        p_gate = gate_up + expert.to(tl.int64) * (HALVES * INNER * H) + o_n.to(tl.int64)[:, None] * H
         gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         for i in tl.range(0, STEPS, loop_unroll_factor=UNROLL):
@@ -50,11 +52,16 @@ def _first(
             in_k = below(o_k, H, BLOCK_K)
             inside = below(o_n[:, None], INNER, BLOCK_N) & in_k
             b_gate = tl.load(p_gate + o_k, mask=inside, other=0.0)
-            b_up = tl.load(p_gate + INNER * H + o_k, mask=inside, other=0.0)
+            if GATED:
+                b_up = tl.load(p_gate + INNER * H + o_k, mask=inside, other=0.0)
             b_x = tl.load(p_x + o_k, mask=in_k, other=0.0).to(tl.float32)
             gate += b_gate.to(tl.float32) * b_x
-            up += b_up.to(tl.float32) * b_x
-        y = silu(tl.sum(gate, axis=1), EXACT) * tl.sum(up, axis=1)
+            if GATED:
+                up += b_up.to(tl.float32) * b_x
+        if GATED:
+            y = silu(tl.sum(gate, axis=1), EXACT) * tl.sum(up, axis=1)
+        else:
+            y = relu2(tl.sum(gate, axis=1))
         tl.store(hidden + pair.to(tl.int64) * INNER + o_n, y, mask=o_n < INNER)
 
 
@@ -143,7 +150,15 @@ def _second(
 
 
 def run_direct(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, *, overlap: bool
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    out: Tensor,
+    *,
+    gated: bool,
+    overlap: bool,
 ) -> None:
     """Write out `[T, H]`; `overlap`: the second launch may start while the first one runs."""
     num_tokens, choices = experts.shape
@@ -163,6 +178,7 @@ def run_direct(
         BLOCK_K=first.block_k,
         STEPS=first.steps,
         UNROLL=first.unroll,
+        GATED=gated,
         EXACT=x.dtype == torch.float32,
         DEPENDENTS=overlap,
         num_warps=first.warps,

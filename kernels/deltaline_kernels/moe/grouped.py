@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from deltaline_kernels.device.activation import silu
+from deltaline_kernels.device.activation import relu2, silu
 from deltaline_kernels.device.sizes import pow2
 from deltaline_kernels.moe.combine import combine_triton
 
@@ -75,20 +75,27 @@ def _spread(x, rows, places, x_stride, H: tl.constexpr, C: tl.constexpr, BLOCK: 
 
 # One compiled variant whatever experts a layer has.
 @triton.jit(do_not_specialize=["num_experts"])
-def _activate(both, hidden, ends, num_experts, INNER: tl.constexpr, BLOCK: tl.constexpr):
-    """Write silu(gate) * up of BLOCK channels of a row; behind the last pair there is nothing."""
+def _activate(both, hidden, ends, num_experts, INNER: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """Write silu(gate) * up of BLOCK channels of a row, without gates relu(up) ** 2; behind the last pair there is
+    nothing."""
     BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     o_i = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    p_gate = both + row * (2 * INNER) + o_i
+    HALVES: tl.constexpr = 2 if GATED else 1
+    p_gate = both + row * (HALVES * INNER) + o_i
     inside = (o_i < INNER) & (row < tl.load(ends + num_experts - 1))
     gate = tl.load(p_gate, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(p_gate + INNER, mask=inside, other=0.0).to(tl.float32)
-    y = silu(gate, False) * up
+    if GATED:
+        up = tl.load(p_gate + INNER, mask=inside, other=0.0).to(tl.float32)
+        y = silu(gate, False) * up
+    else:
+        y = relu2(gate)
     tl.store(hidden + row * INNER + o_i, y.to(hidden.dtype.element_ty), mask=inside)
 
 
-def run_grouped(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor) -> None:
+def run_grouped(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, *, gated: bool
+) -> None:
     """Write out `[T, H]`."""
     num_tokens, choices = experts.shape
     num_experts, width, inner = down.shape
@@ -108,6 +115,6 @@ def run_grouped(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     block = min(BLOCK_CHANNELS, pow2(inner))
     grid = (num_pairs * triton.cdiv(inner, block),)
-    _activate[grid](both, hidden, ends, num_experts, INNER=inner, BLOCK=block, num_warps=2)
+    _activate[grid](both, hidden, ends, num_experts, INNER=inner, GATED=gated, BLOCK=block, num_warps=2)
     parts = functional.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
     combine_triton(parts, places, weights, experts, num_experts, out)

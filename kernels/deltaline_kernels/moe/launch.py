@@ -14,12 +14,14 @@ from deltaline_kernels.moe.product import run_tiles
 HOPPER = (9, 0)
 
 
-def run_experts_triton(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor) -> None:
-    """Write out `[T, H]`; arguments are validated by `run_experts`."""
+def run_experts_triton(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, *, gated: bool
+) -> None:
+    """Write out `[T, H]`; gated: with silu, else with relu2. Arguments are validated by `run_experts`."""
     run = _choose(min(len(x), plan.MAX_TOKENS), experts.shape[1], x, down)
     for begin in range(0, len(x), plan.MAX_TOKENS):
         some = slice(begin, begin + plan.MAX_TOKENS)
-        run(x[some], gate_up, down, weights[some], experts[some], out[some])
+        run(x[some], gate_up, down, weights[some], experts[some], out[some], gated=gated)
 
 
 def _choose(num_tokens: int, choices: int, x: Tensor, down: Tensor) -> Callable[..., None]:

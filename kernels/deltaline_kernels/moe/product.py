@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.device.activation import silu
+from deltaline_kernels.device.activation import relu2, silu
 from deltaline_kernels.device.group import group_triton
 from deltaline_kernels.device.sizes import count_tiles
 from deltaline_kernels.device.state_tile import below
@@ -29,6 +29,7 @@ def _multiply(
     K: tl.constexpr,
     N: tl.constexpr,
     GATED: tl.constexpr,
+    RELU2: tl.constexpr,
     EXACT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -37,7 +38,8 @@ def _multiply(
 ):
     """Write BLOCK_N outputs of the pairs of a tile to their rows of y `[pairs, N]`.
 
-    GATED: silu(x G^T) * (x U^T) with w of G and U one below the other; else x w^T. CHOICES: pairs of a row of x.
+    GATED: silu(x G^T) * (x U^T) with w of G and U one below the other; RELU2: relu(x w^T) ** 2; else x w^T. CHOICES:
+    pairs of a row of x.
     """
     PARTS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // PARTS
@@ -66,6 +68,8 @@ def _multiply(
             p_w += BLOCK_K
         if GATED:
             total = silu(total, EXACT) * up
+        if RELU2:
+            total = relu2(total)
         p_y = y + pair.to(tl.int64)[:, None] * N + o_n[None, :]
         tl.store(p_y, total.to(y.dtype.element_ty), mask=in_m & (o_n < N)[None, :])
 
@@ -79,7 +83,8 @@ def _launch(
     plan: ProductPlan,
     *,
     choices: int,
-    gated: bool,
+    gated: bool = False,
+    squared: bool = False,
 ) -> None:
     """Write y `[pairs, N]` of x, whose row has so many `choices`."""
     inputs, outputs = w.shape[2], y.shape[1]
@@ -95,6 +100,7 @@ def _launch(
         K=inputs,
         N=outputs,
         GATED=gated,
+        RELU2=squared,
         EXACT=x.dtype == torch.float32,
         BLOCK_M=tile_pairs.shape[1],
         **options,
@@ -102,7 +108,15 @@ def _launch(
 
 
 def run_tiles(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, plan: TilePlan
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    out: Tensor,
+    plan: TilePlan,
+    *,
+    gated: bool,
 ) -> None:
     """Write out `[T, H]`."""
     num_pairs, choices = experts.numel(), experts.shape[1]
@@ -112,6 +126,7 @@ def run_tiles(
     group_triton(experts.view(-1), num_experts, tile_experts, tile_pairs)
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, width), dtype=torch.float32 if plan.wide else x.dtype, device=x.device)
-    _launch(x, gate_up, hidden, tile_experts, tile_pairs, plan.first, choices=choices, gated=True)
-    _launch(hidden, down, parts, tile_experts, tile_pairs, plan.second, choices=1, gated=False)
+    form = {"gated": gated, "squared": not gated}
+    _launch(x, gate_up, hidden, tile_experts, tile_pairs, plan.first, choices=choices, **form)
+    _launch(hidden, down, parts, tile_experts, tile_pairs, plan.second, choices=1)
     combine_triton(parts, None, weights, experts, num_experts, out)

@@ -47,7 +47,9 @@ def route_tokens_reference(
     return weights, experts
 
 
-def run_experts_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def run_experts_reference(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str = "silu"
+) -> Tensor:
     """Return the outputs `[T, H]` as `run_experts` does."""
     compute = torch.promote_types(x.dtype, torch.float32)
     inner = down.shape[2]
@@ -55,7 +57,7 @@ def run_experts_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Ten
     for t, (own_weights, own_experts) in enumerate(zip(weights, experts.tolist(), strict=True)):
         for weight, expert in zip(own_weights, own_experts, strict=True):
             if 0 <= expert < gate_up.shape[0]:
-                both = gate_up[expert].to(compute) @ x[t].to(compute)  # (2 I)
-                hidden = silu(both[:inner]) * both[inner:]
+                both = gate_up[expert].to(compute) @ x[t].to(compute)  # (2 I), or (I) without gates
+                hidden = silu(both[:inner]) * both[inner:] if activation == "silu" else both.relu() ** 2
                 out[t] += weight.to(compute) * (down[expert].to(compute) @ hidden)
     return out.to(x.dtype)

@@ -107,6 +107,15 @@ class ConfigReader:
             raise self.fail(key, "a positive number that fp32 holds")
         return float(value)
 
+    def positives(self, key: str, count: int) -> tuple[float, ...] | None:
+        """A list of so many; None where it is absent."""
+        values = self._values.get(key)
+        if values is None:
+            return None
+        if not isinstance(values, list) or len(values) != count:
+            raise self.fail(key, f"{count} positive numbers that fp32 holds")
+        return tuple(ConfigReader({key: value}, self._prefix).positive(key) for value in values)
+
     def flag(self, key: str, default: bool) -> bool:
         value = self._values.get(key, default)
         if not isinstance(value, bool):

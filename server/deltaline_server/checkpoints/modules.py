@@ -11,8 +11,9 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 
 ALL = slice(None)
 
@@ -53,6 +54,9 @@ class Packed(StrEnum):
 
     IN_PROJ = "in_proj"
     OUT_PROJ = "out_proj"
+    ATTENTION_IN = "attention_in"
+    """Of attention beside another mixer."""
+    ATTENTION_OUT = "attention_out"
     GATE_UP = "gate_up"
     DOWN = "down"
 
@@ -116,19 +120,20 @@ def whole_sections(
 @dataclass(frozen=True)
 class MlpNames:
     """How a family stores an MLP. name: what stands before its modules' names. gate_up: the module, or the two modules,
-    of gate and up; down: the one that projects back."""
+    of gate and up, or of up alone where there is no gate; down: the one that projects back."""
 
     name: str = "mlp."
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
+    activation: Activation = Activation.SILU
 
 
 MLP = MlpNames()
 
 
 def mlp_modules(names: MlpNames, hidden: int, inner: int) -> tuple[Module, ...]:
-    """Return the modules of a dense MLP, the last of which projects back. The rows of gate_up are gate | up."""
-    sections = (inner,) * (2 // len(names.gate_up))
+    """Return the modules of a dense MLP, the last of which projects back. The rows of gate_up are gate | up, or up."""
+    sections = (inner,) * ((2 if names.activation.is_gated else 1) // len(names.gate_up))
     gate_up = (Module(names.name + one, Packed.GATE_UP, sum(sections), hidden, sections) for one in names.gate_up)
     down = Module(names.name + names.down, Packed.DOWN, hidden, inner, (hidden,), shares_columns=True)
     return *gate_up, down

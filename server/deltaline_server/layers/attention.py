@@ -13,7 +13,7 @@ from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.norm import rms_norm
-from deltaline_server.layers.projection import load_projection
+from deltaline_server.layers.projection import load_projection, scaled
 from deltaline_server.layers.shapes import AttentionShape, QkNorm
 
 
@@ -31,12 +31,13 @@ class Attention:
     ) -> None:
         """Load it. rotary: as `rotary_table` gives it. Raises ModelError if its heads can't be shared out."""
         shape = family.shape.shard(reader.placement.world_size)
-        self._in_proj = load_projection(reader, Packed.IN_PROJ, adapters, has_bias=shape.has_bias)
+        in_proj, out_proj = family.packed
+        self._in_proj = load_projection(reader, in_proj, adapters, has_bias=shape.has_bias)
         self._q_norm, self._k_norm = (
             None if shape.qk_norm is QkNorm.NONE else family.norm_offset + reader.vector(family.name + name)
             for name in ("q_norm.weight", "k_norm.weight")
         )
-        self._out_proj = load_projection(reader, Packed.OUT_PROJ, adapters, has_bias=shape.has_bias)
+        self._out_proj = load_projection(reader, out_proj, adapters, has_bias=shape.has_bias)
         self._rotary, self._eps = rotary, family.eps
         self._modifiers = Modifiers(mask=find_modifier("causal")(), device=rotary.device)
         self._shape = shape
@@ -46,6 +47,7 @@ class Attention:
     def forward(self, hidden: Tensor, rows: Rows, state: KvState, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the pages of the write lines of `state`."""
         shape, gate = self._shape, None
+        hidden = scaled(hidden, shape.input_scale)
         q, k, v = self._in_proj(hidden, tiles).split(self._sections, dim=-1)
         norms = self._q_norm, self._k_norm
         if shape.qk_norm is QkNorm.WHOLE:
@@ -59,14 +61,15 @@ class Attention:
         q = rotate_and_store(q, k, v, *norms, self._eps, self._rotary, *pages, rows)
         o = flex_decode(q, *pages, rows, modifiers=self._modifiers, scale=shape.scale, gate=gate)
         assert isinstance(o, Tensor)
-        return self._out_proj(o.flatten(1), tiles)
+        return scaled(self._out_proj(o.flatten(1), tiles), shape.output_scale)
 
 
 @dataclass(frozen=True)
 class AttentionFamily:
     """The attention mixers of a model: one shape, the whole layer's.
 
-    name: what stands before the names of tensors. norm_offset: what is added to the weights of norms.
+    name: what stands before the names of tensors. norm_offset: what is added to the weights of norms. packed: what the
+    served projections are called, which two mixers of a layer may not share.
     """
 
     shape: AttentionShape
@@ -74,6 +77,7 @@ class AttentionFamily:
     eps: float
     name: str
     norm_offset: int
+    packed: tuple[Packed, Packed] = (Packed.IN_PROJ, Packed.OUT_PROJ)
     _rotary: dict[torch.device, Tensor] = field(default_factory=dict)
     """The table of each device, which the layers share."""
 
@@ -82,11 +86,12 @@ class AttentionFamily:
         """The linear modules of a mixer, those of in_proj in the order of its rows."""
         shape, hidden, name = self.shape, self.hidden_size, self.name
         queries, keys, kv_heads = self.query_rows(shape), shape.key_channels, (shape.num_kv_heads,)
+        in_proj, out_proj = self.packed
         return (
-            Module(name + "q_proj", Packed.IN_PROJ, queries, hidden, (queries,)),
-            Module(name + "k_proj", Packed.IN_PROJ, keys, hidden, (keys,), heads=kv_heads),
-            Module(name + "v_proj", Packed.IN_PROJ, keys, hidden, (keys,), heads=kv_heads),
-            Module(name + "o_proj", Packed.OUT_PROJ, hidden, shape.query_channels, (hidden,), shares_columns=True),
+            Module(name + "q_proj", in_proj, queries, hidden, (queries,)),
+            Module(name + "k_proj", in_proj, keys, hidden, (keys,), heads=kv_heads),
+            Module(name + "v_proj", in_proj, keys, hidden, (keys,), heads=kv_heads),
+            Module(name + "o_proj", out_proj, hidden, shape.query_channels, (hidden,), shares_columns=True),
         )
 
     @property

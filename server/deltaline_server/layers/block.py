@@ -1,14 +1,14 @@
 """The layers of a span, and what a decoder block has around its mixer: norms, residuals and an MLP.
 
-There are two kinds of blocks: norm, mixer, residual, norm, MLP, residual; and norm, mixer, residual. Layers compute on
-packed tokens, and follow the checkpoint's model in its dtypes: norms in fp32 and rounded once, residuals in the dtype
-that the config asks for. Everywhere `adapters` are the device's memory of adapters for a layer's projections, none on a
-server without adapters, and `tiles` the tokens of a batch that have adapters, None where none has.
+A block is one branch or two: norm, mixer, residual, norm, MLP, residual; or norm, mixer or MLP, residual. Layers
+compute on packed tokens, and follow the checkpoint's model in its dtypes: norms in fp32 and rounded once, residuals in
+the dtype that the config asks for. Everywhere `adapters` are the device's memory of adapters for a layer's projections,
+none on a server without adapters, and `tiles` the tokens of a batch that have adapters, None where none has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, LoraWeights, Rows
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import MLP, MlpNames, Module, Packed, mlp_modules
 from deltaline_server.layers.experts import EXPERTS, ExpertNames, Experts, expert_tensors
 from deltaline_server.layers.norm import rms_norm
-from deltaline_server.layers.projection import load_projection
+from deltaline_server.layers.projection import load_projection, scaled
 from deltaline_server.layers.shapes import ExpertsShape
 
 
@@ -31,7 +32,8 @@ class Layer(Protocol):
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`.
 
-        state: what the pool keeps for a layer of this kind, a LayerState or a KvState.
+        state: what the pool keeps for a layer of this kind: a LayerState or a KvState, both of two mixers beside each
+        other, nothing where there is none.
         """
 
 
@@ -73,17 +75,30 @@ class Residual:
 
 
 class Mlp:
-    """A SwiGLU MLP. Ranks share its inner channels."""
+    """An MLP. Ranks share its inner channels."""
 
-    def __init__(self, reader: LayerReader, adapters: Mapping[Packed, LoraWeights], *, has_bias: bool) -> None:
-        """Load it. The rows of gate_up are gate | up."""
+    def __init__(
+        self,
+        reader: LayerReader,
+        adapters: Mapping[Packed, LoraWeights],
+        *,
+        activation: Activation = Activation.SILU,
+        has_bias: bool,
+        scales: Sequence[float] = (1.0, 1.0),
+    ) -> None:
+        """Load it. The rows of gate_up are gate | up, or up alone. scales: of gates, and of the output."""
+        self._activation = activation
+        self._gate_scale, self._scale = scales
         self.gate_up = load_projection(reader, Packed.GATE_UP, adapters, has_bias=has_bias)
         self.down = load_projection(reader, Packed.DOWN, adapters, has_bias=has_bias)
 
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; it has no state."""
-        gate, up = self.gate_up(hidden, tiles).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up, tiles)
+        inner = self.gate_up(hidden, tiles)
+        if self._activation is Activation.RELU2:
+            return self.down(F.relu(inner).square(), tiles)
+        gate, up = inner.chunk(2, dim=-1)
+        return scaled(self.down(F.silu(scaled(gate, self._gate_scale)) * up, tiles), self._scale)
 
 
 class Block:
@@ -119,10 +134,11 @@ class BlockNames:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model: a branch for each norm, the first around the mixer, the second around an MLP or experts.
+    """The blocks of a model: a branch for each norm, around the mixer, and then around an MLP or experts.
 
-    intermediate_size: of the MLP. in_fp32: whether sums are kept in fp32. experts: None where there is an MLP.
-    has_mlp_bias: whether its projections have biases. scale: of what branches add.
+    intermediate_size: of the MLP. in_fp32: whether sums are kept in fp32. experts: None where there is an MLP, if any.
+    has_mlp_bias: whether its projections have biases. scale: of what branches add. mlp_scales: as Mlp has them.
+    has_mixer: whether there is one; has_mlp: whether there is an MLP or a mixture of experts.
     """
 
     stored: BlockNames
@@ -133,22 +149,25 @@ class Blocks:
     experts: ExpertsShape | None = None
     has_mlp_bias: bool = False
     scale: float = 1.0
+    mlp_scales: tuple[float, ...] = (1.0, 1.0)
+    has_mixer: bool = True
+    has_mlp: bool = True
 
     @property
     def num_branches(self) -> int:
-        """1, or 2 with an MLP."""
-        return len(self.stored.norms)
+        """1, or 2 with a mixer and an MLP."""
+        return self.has_mixer + self.has_mlp
 
     @property
     def names(self) -> tuple[str, ...]:
         """The beginnings of all names of a block beside its mixer, whatever its MLP."""
         stored = self.stored
-        return stored.norms if self.num_branches == 1 else (*stored.norms, stored.mlp.name, stored.experts.name)
+        return stored.norms if len(stored.norms) == 1 else (*stored.norms, stored.mlp.name, stored.experts.name)
 
     @property
     def modules(self) -> tuple[Module, ...]:
         """The linear modules beside the mixer's."""
-        if self.num_branches == 1 or self.experts is not None:
+        if not self.has_mlp or self.experts is not None:
             return ()
         return mlp_modules(self.stored.mlp, self.hidden_size, self.intermediate_size)
 
@@ -162,13 +181,17 @@ class Blocks:
             tensors |= {f"{module.name}.bias": (module.rows,) for module in self.modules}
         return tensors
 
-    def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Block | Residual:
-        """Load a block around its mixer."""
-        inner = [mixer]
+    def block(
+        self, reader: LayerReader, mixer: Layer | None, adapters: Mapping[Packed, LoraWeights]
+    ) -> Block | Residual:
+        """Load a block around its mixer; None where it has none."""
+        inner: list[Layer] = [] if mixer is None else [mixer]
         if self.experts is not None:
             inner.append(Experts(reader, self.stored.experts, self.hidden_size, self.experts))
-        elif self.num_branches == 2:
-            inner.append(Mlp(reader, adapters, has_bias=self.has_mlp_bias))
+        elif self.has_mlp:
+            activation = self.stored.mlp.activation
+            has_bias, scales = self.has_mlp_bias, self.mlp_scales
+            inner.append(Mlp(reader, adapters, activation=activation, has_bias=has_bias, scales=scales))
         branches = [
             Residual(
                 layer,

@@ -14,7 +14,7 @@ from torch import Tensor
 from deltaline_kernels import AdapterTiles, Router, Rows, route_tokens, run_experts
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import ALL, MlpNames, Module, mlp_modules, whole_sections
-from deltaline_server.layers.shapes import ExpertsShape
+from deltaline_server.layers.shapes import SIGMOID, ExpertsShape
 
 SHARED_EXPERT = MlpNames("mlp.shared_expert.")
 
@@ -23,8 +23,9 @@ SHARED_EXPERT = MlpNames("mlp.shared_expert.")
 class ExpertNames:
     """How a family stores a mixture of experts: what stands before its names, and names behind it.
 
-    router: of the gates of all experts. gate_up, down: of stacks of the experts' weights; in place of them there may be
-    modules of each expert, `experts.0.gate_proj` and so on. shared: of the expert that all tokens have, whole names;
+    router: of the gates of all experts; score_bias: of what is added to their scores, None where nothing is. gate_up,
+    down: of stacks of the experts' weights; in place of them there may be modules of each expert, those of `parts`,
+    `experts.0.gate_proj` and so on. shared: of the expert that all tokens have, whole names;
     shared_gate: of what weighs it, None where nothing does.
     """
 
@@ -32,6 +33,8 @@ class ExpertNames:
     router: str = "gate.weight"
     gate_up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
+    parts: tuple[tuple[str, ...], tuple[str, ...]] = (("gate", "up"), ("down",))
+    score_bias: str | None = None
     shared: MlpNames = SHARED_EXPERT
     shared_gate: str | None = "shared_expert_gate.weight"
 
@@ -46,7 +49,7 @@ class ExpertNames:
         return tuple(self.name + gate for gate in (self.router, self.shared_gate) if gate is not None)
 
     def of_expert(self, expert: int, part: str) -> str:
-        """The whole name of a weight of one expert: gate, up or down."""
+        """The whole name of a weight of one expert, one of `parts`."""
         return f"{self.name}experts.{expert}.{part}_proj.weight"
 
 
@@ -67,17 +70,21 @@ class Experts:
         self._router, self._ranks = router_of(self._shape), place.ranks
         count, inner = shape.num_experts + shape.num_shared, self._shape.intermediate_size
         gates = torch.cat([reader.read(gate) for gate in names.gates])
-        self._gates = gates.to(place.device, place.dtype)
-        self._gate_up = torch.zeros(count, 2 * inner, hidden_size, dtype=place.dtype, device=place.device)
+        # Sigmoids are taken of logits in fp32, as what is trained with them is.
+        self._gates = gates.to(place.device, torch.float32 if shape.scoring == SIGMOID else place.dtype)
+        self._score_bias = None if names.score_bias is None else reader.vector(names.name + names.score_bias)
+        rows = inner * len(names.parts[0])
+        self._gate_up = torch.zeros(count, rows, hidden_size, dtype=place.dtype, device=place.device)
         self._down = torch.zeros(count, hidden_size, inner, dtype=place.dtype, device=place.device)
         self._load_experts(reader, names, shape)
         self._load_shared(reader, mlp_modules(names.shared, hidden_size, shape.shared_size), shape)
 
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; it has no state. Tokens behind the rows have no experts."""
-        logits = F.linear(hidden, self._gates)
-        weights, experts = route_tokens(logits, self._router, query_start_loc=rows.query_start_loc)
-        y = run_experts(hidden, self._gate_up, self._down, weights, experts)
+        logits = F.linear(hidden.to(self._gates.dtype), self._gates)
+        weights, experts = route_tokens(logits, self._router, self._score_bias, rows.query_start_loc)
+        activation = self._shape.activation
+        y = run_experts(hidden, self._gate_up, self._down, weights, experts, activation=activation)
         return y if self._ranks is None else self._ranks.sum(y)
 
     def _load_experts(self, reader: LayerReader, names: ExpertNames, shape: ExpertsShape) -> None:
@@ -87,47 +94,61 @@ class Experts:
         if reader.is_stored(gate_ups):
             for i, expert in enumerate(self._gate_up[: shape.num_experts]):
                 read = partial(_of_stack, reader, gate_ups, i)
-                expert.copy_(whole_sections((inner, inner), read, place))
+                expert.copy_(whole_sections((inner,) * len(names.parts[0]), read, place))
             for i, expert in enumerate(self._down[: shape.num_experts]):
                 expert.copy_(_of_stack(reader, downs, i, ALL)[:, columns])
             return
         for i in range(shape.num_experts):
-            gate, up = self._gate_up[i].chunk(2)
-            gate.copy_(reader.read(names.of_expert(i, "gate"), columns))
-            up.copy_(reader.read(names.of_expert(i, "up"), columns))
-            self._down[i].copy_(reader.read(names.of_expert(i, "down"), ALL, columns))
+            for part, rows in zip(names.parts[0], self._gate_up[i].chunk(len(names.parts[0])), strict=True):
+                rows.copy_(reader.read(names.of_expert(i, part), columns))
+            [down] = names.parts[1]
+            self._down[i].copy_(reader.read(names.of_expert(i, down), ALL, columns))
 
     def _load_shared(self, reader: LayerReader, modules: Sequence[Module], shape: ExpertsShape) -> None:
         """Load this rank's share of the shared expert, cut into experts."""
         columns, size = reader.placement.share(shape.shared_size), self._shape.intermediate_size
         *gate_up, last = modules
-        whole_gate, whole_up = torch.cat([reader.weight(module) for module in gate_up]).chunk(2)
-        whole_down = reader.weight(last)[:, columns]
-        parts = zip(whole_gate.split(size), whole_up.split(size), whole_down.split(size, dim=1), strict=True)
-        for i, (gate, up, down) in enumerate(parts, shape.num_experts):
-            self._gate_up[i, : len(gate)] = gate
-            self._gate_up[i, size : size + len(up)] = up
-            self._down[i, :, : down.shape[1]] = down
+        halves = torch.cat([reader.weight(module) for module in gate_up]).chunk(self._gate_up.shape[1] // size)
+        for half, whole in enumerate(halves):
+            for i, part in enumerate(whole.split(size), shape.num_experts):
+                self._gate_up[i, half * size : half * size + len(part)] = part
+        for i, part in enumerate(reader.weight(last)[:, columns].split(size, dim=1), shape.num_experts):
+            self._down[i, :, : part.shape[1]] = part
 
 
 def router_of(shape: ExpertsShape) -> Router:
     """Return how the kernels choose a token's experts; the last logit is of the shared expert's gate, if it has one."""
-    num_shared, has_gate = shape.num_shared, shape.has_shared_gate
-    return Router(shape.top_k, normalize=shape.normalises, num_shared=num_shared, shared_gate=has_gate)
+    return Router(
+        shape.top_k,
+        shape.scoring,
+        normalize=shape.normalises,
+        num_groups=shape.num_groups,
+        top_groups=shape.top_groups,
+        scale=shape.weight_scale,
+        num_shared=shape.num_shared,
+        shared_gate=shape.has_shared_gate,
+    )
 
 
 def expert_test_sizes(shape: ExpertsShape) -> dict[str, Any]:
     """Return the arguments of the kernels' self-test for a model with such experts, beside its `hidden`."""
-    return {"router": router_of(shape), "num_experts": shape.num_experts, "expert_dim": shape.intermediate_size}
+    return {
+        "router": router_of(shape),
+        "num_experts": shape.num_experts,
+        "expert_dim": shape.intermediate_size,
+        "expert_activation": str(shape.activation),
+    }
 
 
 def expert_tensors(names: ExpertNames, hidden_size: int, shape: ExpertsShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the tensors of a mixture of experts, those of all experts stacked."""
     inner, (gate_ups, downs) = shape.intermediate_size, names.stacks
     shared = mlp_modules(names.shared, hidden_size, shape.shared_size)
+    bias = {} if names.score_bias is None else {names.name + names.score_bias: (shape.num_experts,)}
     return {
+        **bias,
         **{gate: (rows, hidden_size) for gate, rows in zip(names.gates, (shape.num_experts, 1), strict=False)},
-        gate_ups: (shape.num_experts, 2 * inner, hidden_size),
+        gate_ups: (shape.num_experts, len(names.parts[0]) * inner, hidden_size),
         downs: (shape.num_experts, hidden_size, inner),
         **{f"{module.name}.weight": (module.rows, module.columns) for module in shared},
     }
@@ -136,7 +157,7 @@ def expert_tensors(names: ExpertNames, hidden_size: int, shape: ExpertsShape) ->
 def one_by_one(tensors: Mapping[str, tuple[int, ...]], names: ExpertNames) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer where its experts are stored one by one, in place of stacks."""
     single = dict(tensors)
-    for stack, parts in zip(names.stacks, (("gate", "up"), ("down",)), strict=True):
+    for stack, parts in zip(names.stacks, names.parts, strict=True):
         count, rows, columns = single.pop(stack, (0, 0, 0))
         for i in range(count):
             single |= {names.of_expert(i, part): (rows // len(parts), columns) for part in parts}

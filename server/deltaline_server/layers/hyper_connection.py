@@ -18,7 +18,8 @@ from deltaline_server.checkpoints.modules import Module, Packed
 from deltaline_server.layers.block import Blocks, Layer, Residual
 from deltaline_server.layers.streams import StreamConfig
 
-# One for each branch, in their order: around the mixer, whatever it is, and around the MLP.
+# One for each branch, in their order: around the mixer, whatever it is, and around the MLP; where a layer has one of
+# them alone, the first.
 CONNECTIONS = ("attn_hc.", "ffn_hc.")
 HEAD = "hc_head."
 # Gates of outputs are sigmoids times this.
@@ -66,8 +67,8 @@ class HyperBlocks:
             for name, shape in _gate_shapes(self.streams.count, self.blocks.hidden_size).items()
         }
 
-    def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> HyperBlock:
-        """Load a block around its mixer."""
+    def block(self, reader: LayerReader, mixer: Layer | None, adapters: Mapping[Packed, LoraWeights]) -> HyperBlock:
+        """Load a block around its mixer; None where it has none."""
         branches = self.blocks.block(reader, mixer, adapters).branches
         pairs = zip(branches, CONNECTIONS[: len(branches)], strict=True)
         return HyperBlock(tuple(Connection(branch, self._gates(reader, prefix, branch)) for branch, prefix in pairs))

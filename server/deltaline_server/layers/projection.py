@@ -11,7 +11,7 @@ from torch import Tensor
 from deltaline_kernels import AdapterTiles, LoraWeights, add_lora
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Packed
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 
 # oneDNN lays a weight out for products of so many rows; those of more take no longer with it.
 FEW_ROWS = 16
@@ -60,6 +60,11 @@ class Projection:
         # Behind the adapters, as DoRA scales what came before; always, so that a row's bits do not depend on others.
         y = y if self.bias is None else y.add_(self.bias)
         return y if self._ranks is None else self._ranks.sum(y)
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """x times a model's constant, in its dtype; x itself where that is 1."""
+    return x if scale == 1.0 else x * scale
 
 
 def load_projection(

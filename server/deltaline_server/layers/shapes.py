@@ -6,7 +6,11 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ModelError
+
+# How experts are scored by their logits.
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
 
 @dataclass(frozen=True)
@@ -67,19 +71,33 @@ class Mamba2Shape(RecurrentShape):
     """Sizes and constants of a Mamba2 mixer: the key heads are its groups G, with B and C of S = key_dim channels; the
     value heads are its heads, with x of P = value_dim channels.
 
-    norm_groups: parts of the channels that the gated norm takes one by one. dt_limit: least and greatest time step.
-    has_conv_bias, has_bias: whether the convolution has a bias, and whether both projections have.
+    norm_groups: parts of the channels that the gated norm takes one by one, 0 where there is only a gate. dt_limit:
+    least and greatest time step. has_conv_bias, has_bias: whether the convolution has a bias, and whether both
+    projections have; has_out_bias: whether the second one has, None for as the first. norms_first: whether the norm is
+    before the gate. input_scale, output_scale: what input and output are multiplied by; section_scales: what the parts
+    z, x, B, C and dt of the first projection are, None where nothing.
     """
 
     norm_groups: int
     dt_limit: tuple[float, float]
     has_conv_bias: bool
     has_bias: bool
+    has_out_bias: bool | None = None
+    norms_first: bool = False
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+    section_scales: tuple[float, ...] | None = None
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether either projection has a bias."""
+        return self.has_bias, self.has_bias if self.has_out_bias is None else self.has_out_bias
 
     def test_sizes(self) -> dict[str, Any]:
         """The arguments of the kernels' self-test for a model with such mixers."""
-        sizes = {name: value for name, value in asdict(self).items() if name != "has_bias"}
-        return sizes | {"recurrence": "mamba2"}
+        own = ("has_bias", "has_out_bias", "input_scale", "output_scale", "section_scales")
+        sizes = {name: value for name, value in asdict(self).items() if name not in own}
+        return sizes | {"recurrence": "mamba2", "norm_groups": self.norm_groups or None}
 
     def shard(self, world_size: int) -> Self:
         """Return one rank's share: whole heads with their groups, and the norm's channels.
@@ -91,7 +109,7 @@ class Mamba2Shape(RecurrentShape):
             self,
             num_key_heads=_share_or_copy(self.num_key_heads, "groups", world_size),
             num_value_heads=_share(self.num_value_heads, "heads", world_size),
-            norm_groups=_share_or_copy(self.norm_groups, "groups of the mixer's norm", world_size),
+            norm_groups=self.norm_groups and _share_or_copy(self.norm_groups, "groups of the mixer's norm", world_size),
         )
 
 
@@ -111,7 +129,8 @@ class AttentionShape:
 
     rotary_dim: the first channels of a head, which are rotated, 0 for none; rope_theta: the base of their wavelengths.
     max_positions: most tokens of a sequence. has_bias: whether all projections have one. is_gated: whether the output
-    has a gate. scale: of the products of queries and keys, None for head_dim ** -0.5.
+    has a gate. scale: of the products of queries and keys, None for head_dim ** -0.5. input_scale, output_scale: what
+    input and output are multiplied by.
     """
 
     num_heads: int
@@ -124,6 +143,8 @@ class AttentionShape:
     is_gated: bool = True
     qk_norm: QkNorm = QkNorm.HEAD
     scale: float | None = None
+    input_scale: float = 1.0
+    output_scale: float = 1.0
 
     @property
     def query_channels(self) -> int:
@@ -159,7 +180,9 @@ class AttentionShape:
         Raises ModelError if that can't be done.
         """
         if self.qk_norm is QkNorm.WHOLE and world_size > 1:
-            raise ModelError(f"world_size: expected 1, as queries are normalised over all heads, got {world_size}")
+            raise ModelError(
+                f"--tensor-parallel: expected 1, as queries are normalised over all heads, got {world_size}"
+            )
         return replace(
             self,
             num_kv_heads=_share_or_copy(self.num_kv_heads, "key-value heads", world_size),
@@ -175,9 +198,11 @@ MixerShape = GatedDeltaNetShape | Mamba2Shape | AttentionShape
 class ExpertsShape:
     """Sizes of a mixture of experts, of the whole layer or of one rank's share.
 
-    A token has `top_k` of `num_experts`, those of the largest softmax of its logits, and one more that all tokens have,
-    behind a gate if has_shared_gate. intermediate_size: of each expert; shared_size: of that one. normalises: whether
-    the weights of a token's experts are divided by their sum.
+    A token has `top_k` of `num_experts`, those of the largest score, and one more that all tokens have, behind a gate
+    if has_shared_gate. intermediate_size: of each expert; shared_size: of that one. normalises: whether the weights of
+    a token's experts are divided by their sum. scoring: a softmax over the logits, or the sigmoid of each, to which a
+    bias is added where experts are chosen. num_groups: of experts; a token's are in the top_groups best. weight_scale:
+    of the weights of those that are chosen.
     """
 
     num_experts: int
@@ -186,6 +211,11 @@ class ExpertsShape:
     shared_size: int
     normalises: bool
     has_shared_gate: bool = True
+    activation: Activation = Activation.SILU
+    scoring: str = SOFTMAX
+    num_groups: int = 1
+    top_groups: int = 1
+    weight_scale: float = 1.0
 
     @property
     def num_shared(self) -> int:
@@ -197,19 +227,19 @@ class ExpertsShape:
         inner, shared = self.intermediate_size, self.shared_size
         if inner % world_size or shared % world_size:
             expected = f"a divisor of {inner} channels of an expert and {shared} of the shared one"
-            raise ModelError(f"world_size: expected {expected}, got {world_size}")
+            raise ModelError(f"--tensor-parallel: expected {expected}, got {world_size}")
         return replace(self, intermediate_size=inner // world_size, shared_size=shared // world_size)
 
 
 def _share(count: int, what: str, world_size: int) -> int:
     """One rank's share of so many heads. Raises ModelError if they can't be dealt out."""
     if count % world_size:
-        raise ModelError(f"world_size: expected a divisor of {count} {what}, got {world_size}")
+        raise ModelError(f"--tensor-parallel: expected a divisor of {count} {what}, got {world_size}")
     return count // world_size
 
 
 def _share_or_copy(count: int, what: str, world_size: int) -> int:
     """Likewise, where several ranks may have the same one."""
     if count % world_size and world_size % count:
-        raise ModelError(f"world_size: expected a divisor or a multiple of {count} {what}, got {world_size}")
+        raise ModelError(f"--tensor-parallel: expected a divisor or a multiple of {count} {what}, got {world_size}")
     return max(count // world_size, 1)

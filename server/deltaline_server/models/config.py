@@ -8,12 +8,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ConfigReader, ModelError, read_json_object
 from deltaline_server.errors import shown
-from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, MixerShape, QkNorm
+from deltaline_server.layers.shapes import SOFTMAX, AttentionShape, ExpertsShape, MixerShape, QkNorm
 from deltaline_server.layers.streams import StreamConfig, stream_config
 from deltaline_server.models.families import FAMILIES, MAMBA_SSM, Family
-from deltaline_server.models.parts import MAX_SIZE, LayerConfig, MixerKind, MlpKind
+from deltaline_server.models.parts import MAX_SIZE, LayerConfig, LayerKind, MixerKind, MlpKind
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
@@ -27,6 +28,17 @@ BEFORE: dict[str, Any] = {
     "is_gated": True,
     "qk_norm": QkNorm.HEAD,
     "scale": None,
+    "activation": Activation.SILU,
+    "scoring": SOFTMAX,
+    "num_groups": 1,
+    "top_groups": 1,
+    "weight_scale": 1.0,
+    "has_out_bias": None,
+    "norms_first": False,
+    "input_scale": 1.0,
+    "output_scale": 1.0,
+    "section_scales": None,
+    "mlp_scales": None,
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -50,7 +62,8 @@ class ModelConfig:
     shapes: of its mixers, by kind; of a kind that can't be served there is none, and unserved may say why.
     residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer. streams: its hyper-connections,
     None where it has one plain residual. experts: of the layers that have them, None where
-    there are none or they can't be served. residual_multiplier: of what a branch adds to the residual.
+    there are none or they can't be served. residual_multiplier: of what a branch adds to the residual. mlp_scales: what
+    gates of dense MLPs and their outputs are multiplied by, None where nothing.
     """
 
     model_type: str
@@ -66,6 +79,7 @@ class ModelConfig:
     experts: ExpertsShape | None = None
     has_mlp_bias: bool = False
     residual_multiplier: float = 1.0
+    mlp_scales: tuple[float, ...] | None = None
 
     @property
     def family(self) -> Family:
@@ -127,6 +141,12 @@ class ModelConfig:
         config.require(family.activation, "silu", default="silu")
         layers = family.layers(config)
         shapes, unserved = _mixer_shapes(config, family, layers)
+        if family.mlp_activation is not None:
+            try:
+                activation = family.blocks.mlp.activation
+                config.require(family.mlp_activation, activation, default=activation)
+            except ModelError as error:
+                unserved[MlpKind.DENSE] = str(error)
         experts = None
         if family.experts is not None and any(layer.mlp is MlpKind.MIXTURE_OF_EXPERTS for layer in layers):
             try:
@@ -152,6 +172,7 @@ class ModelConfig:
             experts=experts,
             has_mlp_bias=family.mlp_bias is not None and config.flag(family.mlp_bias, default=False),
             residual_multiplier=multiplier,
+            mlp_scales=None if family.mlp_scales is None else config.positives(family.mlp_scales, 2),
         )
 
 
@@ -161,8 +182,8 @@ def _mixer_shapes(
     """The shapes of the layers' mixers, and why those of a kind can't be served. Raises ModelError naming the key."""
     shapes: dict[MixerKind, MixerShape] = {}
     unserved: dict[MixerKind | MlpKind, str] = {}
-    for kind in dict.fromkeys(layer.mixer for layer in layers):
-        if kind is None or kind not in family.mixers:
+    for kind in dict.fromkeys(part for layer in layers for part in LayerKind(layer.mixer).mixers):
+        if kind not in family.mixers:
             continue
         try:
             shapes[kind] = family.mixers[kind].read(config)

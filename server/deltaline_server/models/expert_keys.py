@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deltaline_kernels import MAX_EXPERTS, MAX_TOP_K
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ConfigReader
-from deltaline_server.layers.shapes import ExpertsShape
+from deltaline_server.layers.shapes import SIGMOID, SOFTMAX, ExpertsShape
 from deltaline_server.models.parts import MAX_SIZE
 
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """Experts behind a softmax router, and a shared one behind a gate if has_shared_gate.
+    """Experts behind a router, and a shared one behind a gate if has_shared_gate.
 
     num_experts, top_k, inner, shared: where a config says nothing; None where it must. normalises: whether a token's
     weights are divided by their sum, None where `norm_topk_prob` says it. count_key, inner_key, shared_key: the keys of
-    the number of experts, and of their sizes.
+    the number of experts, and of their sizes. activation_key: the key that must say their activation. scoring: of the
+    router; of sigmoids `n_group`, `topk_group` and `routed_scaling_factor` are read. absent: keys of parts that are not
+    served.
     """
 
     num_experts: int
@@ -28,18 +31,39 @@ class ExpertKeys:
     inner_key: str = "moe_intermediate_size"
     shared_key: str = "shared_expert_intermediate_size"
     has_shared_gate: bool = True
+    activation: Activation = Activation.SILU
+    activation_key: str = "hidden_act"
+    scoring: str = SOFTMAX
+    absent: tuple[str, ...] = ()
 
     def read(self, config: ConfigReader) -> ExpertsShape:
         """Read their sizes. Raises ModelError naming the key."""
-        config.require("hidden_act", "silu", default="silu")
+        config.require(self.activation_key, self.activation, default=self.activation)
+        for key in self.absent:
+            if config.get(key):
+                raise config.fail(key, "none beside experts (it is not served)")
         num_experts = config.integer(self.count_key, 1, MAX_EXPERTS, default=self.num_experts)
+        groups = top_groups = 1
+        scale = 1.0
+        if self.scoring == SIGMOID:
+            groups = config.integer("n_group", 1, num_experts, default=1)
+            top_groups = config.integer("topk_group", 1, groups, default=1)
+            scale = config.positive("routed_scaling_factor", default=1.0)
+        size = num_experts // groups
+        if num_experts % groups or (groups > 1 and size < 2):
+            raise config.fail("n_group", f"a divisor of {num_experts} experts, with at least 2 in a group")
         shape = ExpertsShape(
             num_experts=num_experts,
-            top_k=config.integer("num_experts_per_tok", 1, min(num_experts, MAX_TOP_K), default=self.top_k),
+            top_k=config.integer("num_experts_per_tok", 1, min(top_groups * size, MAX_TOP_K), default=self.top_k),
             intermediate_size=config.integer(self.inner_key, 1, MAX_SIZE, default=self.inner),
             shared_size=config.integer(self.shared_key, 1, MAX_SIZE, default=self.shared),
             normalises=config.flag("norm_topk_prob", default=True) if self.normalises is None else self.normalises,
             has_shared_gate=self.has_shared_gate,
+            activation=self.activation,
+            scoring=self.scoring,
+            num_groups=groups,
+            top_groups=top_groups,
+            weight_scale=scale,
         )
         if shape.num_shared > MAX_TOP_K:
             expected = f"at most {MAX_TOP_K} times {self.inner_key} ({shape.intermediate_size})"

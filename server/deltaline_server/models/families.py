@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ConfigReader
 from deltaline_server.checkpoints.modules import MlpNames
 from deltaline_server.layers.block import BlockNames
 from deltaline_server.layers.experts import ExpertNames
 from deltaline_server.layers.gated_delta_net import DeltaLayout
-from deltaline_server.layers.shapes import QkNorm
+from deltaline_server.layers.shapes import SIGMOID, QkNorm
 from deltaline_server.models.expert_keys import ExpertKeys
 from deltaline_server.models.layer_patterns import (
     dense_layers,
@@ -24,6 +25,7 @@ from deltaline_server.models.layer_patterns import (
     mamba2_layers,
     mamba_ssm_layers,
     one_part_layers,
+    parallel_layers,
     sparse_layers,
 )
 from deltaline_server.models.mixer_keys import (
@@ -35,7 +37,7 @@ from deltaline_server.models.mixer_keys import (
     RotaryKeys,
     has_rope_theta,
 )
-from deltaline_server.models.parts import LayerConfig, MixerKind
+from deltaline_server.models.parts import LayerConfig, LayerKind, MixerKind
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,16 @@ class Family:
     """What the checkpoints of a model type have in common.
 
     layers: reads which parts each layer has. mixers: by kind, how their configs are read; a kind that is not here is
-    not served yet. blocks: how what surrounds a mixer is stored, and what its norms multiply by; attention_blocks:
-    of attention, None for the same. experts: how the configs of layers with a mixture of them are read, None where
-    they are not served yet.
-    text: the key that has the language model's config, "" where it is the config itself. beside: the beginnings of the
-    names of modules that belong to no layer.
-    spellings: tensors of a layer that may be stored under other names, or in parts, row behind row.
-    activation: the key that must say silu. eps, default_eps: the key of the norms' epsilon, and what it is where a
-    config does not say, None where it must. hidden: the key of the hidden size. inner: the key of the size of dense
-    MLPs, None where there are none. mlp_bias: the key of whether they have biases, None where they have none.
-    residual_multiplier: the key of what multiplies what branches add, None where nothing does. sums_in_fp32: whether
+    not served yet. blocks: how what surrounds a mixer is stored, and what its norms multiply by; attention_blocks: of
+    attention, None for the same. experts: how the configs of layers with a mixture of them are read, None where they
+    are not served yet. text: the key that has the language model's config, "" where it is the config itself. beside:
+    the beginnings of the names of modules that belong to no layer. spellings: tensors of a layer that may be stored
+    under other names, or in parts, row behind row. activation: the key that must say silu; mlp_activation: the one that
+    must say what the blocks' MLP computes, None where it is the same. eps, default_eps: the key of the norms' epsilon,
+    and what it is where a config does not say, None where it must. hidden: the key of the hidden size. inner: the key
+    of the size of dense MLPs, None where there are none. mlp_bias: the key of whether they have biases, None where they
+    have none. residual_multiplier: the key of what multiplies what branches add, None where nothing does. mlp_scales:
+    the key of what gates and outputs of dense MLPs are multiplied by, None where nothing. sums_in_fp32: whether
     residual_in_fp32 is asked.
     """
 
@@ -63,24 +65,26 @@ class Family:
     text: str = ""
     beside: tuple[str, ...] = ()
     activation: str = "hidden_act"
+    mlp_activation: str | None = None
     eps: str = "rms_norm_eps"
     default_eps: float | None = None
     hidden: str = "hidden_size"
     inner: str | None = "intermediate_size"
     residual_multiplier: str | None = None
+    mlp_scales: str | None = None
     mlp_bias: str | None = None
     sums_in_fp32: bool = False
     attention_blocks: BlockNames | None = None
     spellings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def blocks_of(self, mixer: MixerKind) -> BlockNames:
-        """How what surrounds mixers of a kind is stored."""
-        return self.attention_blocks or self.blocks if mixer is MixerKind.ATTENTION else self.blocks
+    def blocks_of(self, kind: LayerKind) -> BlockNames:
+        """How what surrounds mixers of a kind of layers is stored."""
+        return self.attention_blocks or self.blocks if kind.mixer is MixerKind.ATTENTION else self.blocks
 
     @property
     def takes_streams(self) -> bool:
         """Whether residual streams may stand in place of the residual: branches are norm, mixer or MLP, sum."""
-        return self.residual_multiplier is None and not self.blocks_of(MixerKind.ATTENTION).norms_outputs
+        return self.residual_multiplier is None and not (self.attention_blocks or self.blocks).norms_outputs
 
 
 _QWEN_BLOCKS = BlockNames(("input_layernorm.", "post_attention_layernorm."), norm_offset=1)
@@ -121,6 +125,7 @@ _BAMBA_MIXER = Mamba2Keys(
     default_state=256,
     expand="mamba_expand",
 )
+_NEMOTRON_MLP = MlpNames("mixer.", ("up_proj",), activation=Activation.RELU2)
 _GRANITE_MLP = MlpNames("shared_mlp.", ("input_linear",), "output_linear")
 _VISION = ("model.visual.", "visual.")
 # What configs without a model_type are called here: those that mamba-ssm writes.
@@ -184,10 +189,40 @@ FAMILIES: dict[str, Family] = {
                 bias="use_bias",
                 least_dt=("mamba_dt_min", "time_step_min"),
                 norms_groups=True,
-            )
+            ),
+            MixerKind.ATTENTION: AttentionKeys(
+                heads=32, kv_heads=8, head_dim=128, positions=4096, name="mixer.", rotary=None, bias=None
+            ),
         },
-        blocks=_MAMBA_BLOCKS,
+        blocks=BlockNames(
+            ("norm.",),
+            norm_offset=0,
+            mlp=_NEMOTRON_MLP,
+            experts=ExpertNames(
+                "mixer.",
+                gate_up="experts.up_proj",
+                parts=(("up",), ("down",)),
+                score_bias="gate.e_score_correction_bias",
+                shared=replace(_NEMOTRON_MLP, name="mixer.shared_experts."),
+                shared_gate=None,
+            ),
+        ),
+        experts=ExpertKeys(
+            num_experts=8,
+            top_k=2,
+            inner=7688,
+            shared=7688,
+            count_key="n_routed_experts",
+            shared_key="moe_shared_expert_intermediate_size",
+            has_shared_gate=False,
+            activation=Activation.RELU2,
+            activation_key="mlp_hidden_act",
+            scoring=SIGMOID,
+            absent=("moe_latent_size", "mlp_bias"),
+        ),
         activation="mamba_hidden_act",
+        mlp_activation="mlp_hidden_act",
+        mlp_bias="mlp_bias",
         eps="layer_norm_epsilon",
         default_eps=1e-5,
     ),
@@ -199,6 +234,34 @@ FAMILIES: dict[str, Family] = {
         },
         blocks=BlockNames(("input_layernorm.", "pre_ff_layernorm."), norm_offset=0, mlp=MlpNames("feed_forward.")),
         mlp_bias="mlp_bias",
+    ),
+    "falcon_h1": Family(
+        layers=parallel_layers,
+        mixers={
+            MixerKind.MAMBA2: replace(
+                _BAMBA_MIXER,
+                channels="mamba_d_ssm",
+                norms_groups=True,
+                norm="mamba_rms_norm",
+                norms_first="mamba_norm_before_gate",
+                out_bias="projectors_bias",
+                input_scale="ssm_in_multiplier",
+                output_scale="ssm_out_multiplier",
+                section_scales="ssm_multipliers",
+            ),
+            MixerKind.ATTENTION: AttentionKeys(
+                heads=32,
+                kv_heads=8,
+                positions=8192,
+                key_scale="key_multiplier",
+                input_scale="attention_in_multiplier",
+                output_scale="attention_out_multiplier",
+            ),
+        },
+        blocks=BlockNames(("input_layernorm.", "pre_ff_layernorm."), norm_offset=0, mlp=MlpNames("feed_forward.")),
+        default_eps=1e-5,
+        mlp_bias="mlp_bias",
+        mlp_scales="mlp_multipliers",
     ),
     "granitemoehybrid": Family(
         layers=dense_or_expert_layers,

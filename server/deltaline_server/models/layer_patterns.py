@@ -70,6 +70,11 @@ def mamba2_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(i, MixerKind.MAMBA2, None) for i in range(_num_layers(config)))
 
 
+def parallel_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """Mamba2 and attention beside each other, and a dense MLP, in each."""
+    return tuple(LayerConfig(i, MixerKind.MAMBA2_AND_ATTENTION, MlpKind.DENSE) for i in range(_num_layers(config)))
+
+
 def mamba_ssm_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     """Attention in the layers of `attn_layer_idx`, Mamba2 in the others, nothing beside them."""
     attention = _layer_numbers(config, "attn_layer_idx")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from deltaline_server.checkpoints.config_reader import ModelError
@@ -17,8 +18,6 @@ from deltaline_server.models.weights import PREFIXES, block_family, mixer_family
 PEFT_PREFIX = "base_model.model."
 # The modules of an attention mixer, where the config does not say their shapes.
 ATTENTION_MODULES = frozenset(f"{mixer}.{name}_proj" for mixer in ("self_attn", "mixer") for name in "qkvo")
-# What a layer's MLP is called where it has no mixer; no config says its modules yet.
-ALONE = "mixer."
 # The layer of what a model has beside its layers.
 BESIDE = -1
 
@@ -84,12 +83,21 @@ class AdapterLayout:
         kinds = dict.fromkeys(self._kinds.values())
         self._modules = {kind: served_modules(config, kind, scope) for kind in kinds}
         self._mixers = {
-            kind: {module.name: module for module in mixer_family(config, kind).modules} for kind in config.shapes
+            kind: {module.name: module for module in mixer_family(config, kind).modules}
+            for kind in dict.fromkeys(layer.mixer for layer in config.layers if layer.mixer is not None)
+            if all(part in config.shapes for part in kind.parts)
         }
         any_dense = LayerKind(MixerKind.ATTENTION, MlpKind.DENSE)  # they are the same beside all mixers
         self._mlp = {module.name: module for module in block_family(config, any_dense).modules}
         self._config, self._scope = config, scope
         self._projections = {kind: self._slices_of(kind) for kind in kinds}
+
+    def of_all_ranks(self) -> list[AdapterLayout]:
+        """The same layers as each rank has them."""
+        layouts = [copy.copy(self) for _ in range(self.placement.world_size)]
+        for rank, layout in enumerate(layouts):
+            layout.placement = replace(self.placement, rank=rank)
+        return layouts
 
     def modules(self, layer: int) -> tuple[Module, ...]:
         """The modules of a served layer, in the order of their projections' rows."""
@@ -124,8 +132,6 @@ class AdapterLayout:
         layer = self._config.layers[tensor.layer]
         mixer = {} if layer.mixer is None else self._mixers.get(layer.mixer)
         if mixer is None and tensor.module in ATTENTION_MODULES:
-            return None
-        if layer.mixer is None and tensor.module.startswith(ALONE):
             return None
         blocks = self._config.family.blocks
         of_mlp = tensor.module.startswith((blocks.mlp.name, blocks.experts.name))

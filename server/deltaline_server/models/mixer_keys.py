@@ -94,8 +94,10 @@ class AttentionKeys:
     it, kv_heads are as many as heads, head_dim is hidden_size / heads.
 
     name: what stands before the names of a mixer's tensors. rotates: whether a config has rotary embeddings, None where
-    all have.
-    scale: the key of what multiplies the products of queries and keys, None where the head's size says it.
+    all have; rotary: None where none has. scale: the key of what multiplies the products of queries and keys, None
+    where the head's size says it. bias: the key of whether projections have biases, None where they have none.
+    key_scale, input_scale, output_scale: the keys of what keys, input and output are multiplied by, None where nothing
+    is.
     """
 
     heads: int | None = None
@@ -105,22 +107,29 @@ class AttentionKeys:
     name: str = "self_attn."
     is_gated: bool = False
     qk_norm: QkNorm = QkNorm.NONE
-    rotary: RotaryKeys = RotaryKeys()
+    rotary: RotaryKeys | None = RotaryKeys()
     rotates: Callable[[ConfigReader], bool] | None = None
     scale: str | None = None
+    bias: str | None = "attention_bias"
+    key_scale: str | None = None
+    input_scale: str | None = None
+    output_scale: str | None = None
 
     def read(self, config: ConfigReader) -> AttentionShape:
         """Read their sizes. Raises ModelError naming the key, also of a kind of rotary embedding that is not served."""
         heads = config.integer("num_attention_heads", 1, MAX_HEADS, default=self.heads)
-        kv_heads = heads
-        if self.kv_heads is not None or config.get("num_key_value_heads") is not None:
+        kv_heads, named = heads, config.says("num_key_value_heads")  # null: as many as heads
+        if config.get("num_key_value_heads") is not None or (self.kv_heads is not None and not named):
             kv_heads = config.integer("num_key_value_heads", 1, MAX_HEADS, default=self.kv_heads)
         if heads % kv_heads:
             raise config.fail("num_attention_heads", f"a multiple of num_key_value_heads ({kv_heads})")
         head_dim = self._head_dim(config, heads)
         rotary_dim, theta = 0, 1.0
-        if self.rotates is None or self.rotates(config):
+        if self.rotary is not None and (self.rotates is None or self.rotates(config)):
             rotary_dim, theta = self.rotary.read(config, head_dim)
+        scale = None if self.scale is None else config.positive(self.scale, default=1.0)
+        if self.key_scale is not None and (keys := config.positive(self.key_scale, default=1.0)) != 1.0:
+            scale = (head_dim**-0.5 if scale is None else scale) * keys
         return AttentionShape(
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -128,10 +137,12 @@ class AttentionKeys:
             rotary_dim=rotary_dim,
             rope_theta=theta,
             max_positions=config.integer("max_position_embeddings", 1, MAX_POSITIONS, default=self.positions),
-            has_bias=config.flag("attention_bias", default=False),
+            has_bias=self.bias is not None and config.flag(self.bias, default=False),
             is_gated=self.is_gated,
             qk_norm=self.qk_norm,
-            scale=None if self.scale is None else config.positive(self.scale, default=1.0),
+            scale=scale,
+            input_scale=1.0 if self.input_scale is None else config.positive(self.input_scale, default=1.0),
+            output_scale=1.0 if self.output_scale is None else config.positive(self.output_scale, default=1.0),
         )
 
     def _head_dim(self, config: ConfigReader, heads: int) -> int:
@@ -150,8 +161,12 @@ class Mamba2Keys:
 
     name: what stands before the names of a mixer's tensors. default_groups, default_state: where a config says nothing.
     expand: of a model whose channels are this many times its hidden size, None where they need not be. least_dt: the
-    key of the least time step, where there is no greatest one; None where `time_step_limit` has both.
-    norms_groups: whether the gated norm takes groups one by one.
+    key of the least time step, where there is no greatest one; None where `time_step_limit` has both. norms_groups:
+    whether the gated norm takes groups one by one. channels: the key of their channels, where these need not be
+    `expand` times the hidden size but where it is null. norm: the key of whether there is a norm, norms_first: of
+    whether it is before the gate, None where it is behind. out_bias: the key of whether the second projection has a
+    bias, None for as the first. input_scale, output_scale, section_scales: the keys of what input and output and the
+    parts of the first projection are multiplied by, None where nothing is.
     """
 
     num_heads: str
@@ -167,16 +182,17 @@ class Mamba2Keys:
     expand: str | None = None
     least_dt: tuple[str, ...] | None = None
     norms_groups: bool = False
+    channels: str | None = None
+    norm: str | None = None
+    norms_first: str | None = None
+    out_bias: str | None = None
+    input_scale: str | None = None
+    output_scale: str | None = None
+    section_scales: str | None = None
 
     def read(self, config: ConfigReader) -> Mamba2Shape:
         """Read their sizes and constants. Raises ModelError naming the key."""
-        num_heads = config.integer(self.num_heads, 1, MAX_HEADS)
-        head_dim = config.integer(self.head_dim, 1, MAX_HEAD_DIM)
-        if self.expand is not None:
-            hidden = config.integer("hidden_size", 1, MAX_SIZE)
-            if config.integer(self.expand, 1, MAX_HEADS, default=2) * hidden != num_heads * head_dim:
-                product = f"{self.num_heads} * {self.head_dim} / hidden_size ({num_heads} * {head_dim} / {hidden})"
-                raise config.fail(self.expand, product)
+        num_heads, head_dim = self._heads(config)
         key = config.spelling(*self.groups)
         groups = config.integer(key, 1, MAX_HEADS, default=self.default_groups)
         if num_heads % groups:
@@ -185,17 +201,48 @@ class Mamba2Keys:
             limits = _time_step_limits(config, "time_step_limit")
         else:
             limits = config.positive(config.spelling(*self.least_dt), default=0.001), math.inf
+        norm_groups = groups if self.norms_groups else 1
+        if self.norm is not None and not config.flag(self.norm, default=False):
+            norm_groups = 0
         return Mamba2Shape(
             num_key_heads=groups,
             num_value_heads=num_heads,
             value_dim=head_dim,
             key_dim=config.integer(self.state, 1, MAX_HEAD_DIM, default=self.default_state),
             conv_width=config.integer(config.spelling(*self.conv_width), MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
-            norm_groups=groups if self.norms_groups else 1,
+            norm_groups=norm_groups,
             dt_limit=limits,
             has_conv_bias=config.flag(config.spelling(*self.conv_bias), default=True),
             has_bias=config.flag(self.bias, default=False),
+            has_out_bias=None if self.out_bias is None else config.flag(self.out_bias, default=False),
+            norms_first=norm_groups > 0
+            and self.norms_first is not None
+            and config.flag(self.norms_first, default=True),
+            input_scale=1.0 if self.input_scale is None else config.positive(self.input_scale, default=1.0),
+            output_scale=1.0 if self.output_scale is None else config.positive(self.output_scale, default=1.0),
+            section_scales=None if self.section_scales is None else config.positives(self.section_scales, 5),
         )
+
+    def _heads(self, config: ConfigReader) -> tuple[int, int]:
+        """Heads, and channels of one. Raises ModelError unless they are together as many as the config says."""
+        num_heads = config.integer(self.num_heads, 1, MAX_HEADS)
+        if self.channels is not None and (config.get(self.channels) is not None or not config.says(self.channels)):
+            channels = config.integer(self.channels, 1, MAX_SIZE, default=1024)
+            if config.get(self.head_dim) in (None, "auto"):
+                head_dim = channels // num_heads
+            else:
+                head_dim = config.integer(self.head_dim, 1, MAX_HEAD_DIM)
+            if channels != num_heads * head_dim or not 1 <= head_dim <= MAX_HEAD_DIM:
+                product = f"{self.num_heads} * {self.head_dim} ({num_heads} * {head_dim}, at most {MAX_HEAD_DIM})"
+                raise config.fail(self.channels, product)
+            return num_heads, head_dim
+        head_dim = config.integer(self.head_dim, 1, MAX_HEAD_DIM)
+        if self.expand is not None:
+            hidden = config.integer("hidden_size", 1, MAX_SIZE)
+            if config.integer(self.expand, 1, MAX_HEADS, default=2) * hidden != num_heads * head_dim:
+                product = f"{self.num_heads} * {self.head_dim} / hidden_size ({num_heads} * {head_dim} / {hidden})"
+                raise config.fail(self.expand, product)
+        return num_heads, head_dim
 
 
 @dataclass(frozen=True)

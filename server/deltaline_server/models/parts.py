@@ -16,6 +16,13 @@ class MixerKind(StrEnum):
     GATED_DELTA_NET = "gated_delta_net"
     MAMBA2 = "mamba2"
     ATTENTION = "attention"
+    MAMBA2_AND_ATTENTION = "mamba2_and_attention"
+    """Both, on the same input; their outputs are added."""
+
+    @property
+    def parts(self) -> tuple[MixerKind, ...]:
+        """The mixers that it is made of, each with a state of its own: itself, or both."""
+        return (MixerKind.MAMBA2, MixerKind.ATTENTION) if self is MixerKind.MAMBA2_AND_ATTENTION else (self,)
 
 
 class MlpKind(StrEnum):
@@ -35,11 +42,20 @@ class LayerConfig:
 
 
 class LayerKind(NamedTuple):
-    """The parts of a served layer. mlp: None where it has none, or is not served with it."""
+    """The parts of a served layer. mixer: None where it has none. mlp: None where it has none, or is not served with
+    it."""
 
-    mixer: MixerKind
+    mixer: MixerKind | None
     mlp: MlpKind | None = None
 
+    @property
+    def mixers(self) -> tuple[MixerKind, ...]:
+        """The mixers that have a state, in the order in which a pool keeps these."""
+        return () if self.mixer is None else self.mixer.parts
+
     def __str__(self) -> str:
-        """How the kind of a layer is shown; a dense MLP goes without saying."""
+        """How the kind of a layer is shown; a dense MLP beside a mixer goes without saying."""
+        mlp = "experts" if self.mlp is MlpKind.MIXTURE_OF_EXPERTS else "mlp"
+        if self.mixer is None:
+            return mlp
         return f"{self.mixer}, experts" if self.mlp is MlpKind.MIXTURE_OF_EXPERTS else str(self.mixer)

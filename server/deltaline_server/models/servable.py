@@ -31,18 +31,23 @@ def layer_kinds(config: ModelConfig, layers: Iterable[int], scope: Scope) -> dic
         why = refusal(config, layer, scope)
         if why is not None:
             raise ModelError(f"layer {i}: {why}; {_instead(config, layer, scope)}")
-        assert layer.mixer is not None
         kinds[i] = LayerKind(layer.mixer, layer.mlp if scope is Scope.BLOCK else None)
     return kinds
 
 
 def refusal(config: ModelConfig, layer: LayerConfig, scope: Scope) -> str | None:
     """Why a layer can't be served in this scope; None where it can."""
-    if layer.mixer is None or layer.mixer not in config.shapes:
-        why = "not served yet" if layer.mixer is None else config.unserved.get(layer.mixer, "not served yet")
+    missing = next((part for part in LayerKind(layer.mixer).mixers if part not in config.shapes), None)
+    if missing is not None or (layer.mixer is None and scope is Scope.MIXER):
+        why = "it has no mixer" if missing is None else config.unserved.get(missing, "not served yet")
         expected = " or ".join(config.shapes or config.family.mixers)
         return f"expected {expected}, got {layer.mixer or 'an MLP alone'} ({why})"
-    if scope is Scope.MIXER or layer.mlp is not MlpKind.MIXTURE_OF_EXPERTS or config.experts is not None:
+    if scope is Scope.MIXER or layer.mlp is None:
+        return None
+    if layer.mlp is MlpKind.DENSE:
+        reason = config.unserved.get(MlpKind.DENSE)
+        return reason and f"expected an MLP that is served, got another ({reason})"
+    if config.experts is not None:
         return None
     why = config.unserved.get(MlpKind.MIXTURE_OF_EXPERTS, "not served yet")
     return f"expected a dense MLP in block scope, got a mixture of experts ({why})"
@@ -79,7 +84,7 @@ def spans_text(*spans: range) -> str:
 def _instead(config: ModelConfig, layer: LayerConfig, scope: Scope) -> str:
     """What can be served where a layer can't."""
     offers = []
-    if scope is Scope.BLOCK and layer.mixer in config.shapes:
+    if scope is Scope.BLOCK and refusal(config, layer, Scope.MIXER) is None:
         offers.append("its mixer with --scope mixer")
     spans = auto_spans(config, range(len(config.layers)), scope)
     if spans:

@@ -6,6 +6,7 @@ Names and shapes are checked against the config; one rank's share is packed for 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from deltaline_server.layers.experts import one_by_one
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
 from deltaline_server.layers.mamba2 import Mamba2Family
+from deltaline_server.layers.parallel import ParallelFamily
 from deltaline_server.layers.shapes import (
     AttentionShape,
     ExpertsShape,
@@ -40,12 +42,16 @@ PREFIXES = ("model.layers.", "model.language_model.layers.", "layers.", "languag
 
 CPU = torch.device("cpu")
 
-MixerFamily = AttentionFamily | GatedDeltaNetFamily | Mamba2Family
+MixerFamily = AttentionFamily | GatedDeltaNetFamily | Mamba2Family | ParallelFamily
 BlockFamily = Blocks | HyperBlocks
 
 
 def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
     """Return the family of a model's mixers of a kind. Raises KeyError where the config has no shape of it."""
+    if kind is MixerKind.MAMBA2_AND_ATTENTION:
+        mamba2, attention = (mixer_family(config, part) for part in kind.parts)
+        assert isinstance(mamba2, Mamba2Family) and isinstance(attention, AttentionFamily)
+        return ParallelFamily(mamba2, replace(attention, packed=(Packed.ATTENTION_IN, Packed.ATTENTION_OUT)))
     shape, keys = config.shapes[kind], config.family.mixers[kind]
     hidden, eps = config.hidden_size, config.rms_norm_eps
     if isinstance(shape, Mamba2Shape) and isinstance(keys, Mamba2Keys | MambaSsmKeys):
@@ -59,7 +65,7 @@ def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
 def block_family(config: ModelConfig, kind: LayerKind) -> BlockFamily:
     """Return the family of the blocks of a kind of layers."""
     blocks = Blocks(
-        config.family.blocks_of(kind.mixer),
+        config.family.blocks_of(kind),
         config.hidden_size,
         config.intermediate_size,
         config.rms_norm_eps,
@@ -67,13 +73,16 @@ def block_family(config: ModelConfig, kind: LayerKind) -> BlockFamily:
         config.experts if kind.mlp is MlpKind.MIXTURE_OF_EXPERTS else None,
         config.has_mlp_bias,
         config.residual_multiplier,
+        mlp_scales=config.mlp_scales or (1.0, 1.0),
+        has_mixer=kind.mixer is not None,
+        has_mlp=kind.mlp is not None,
     )
     return blocks if config.streams is None else HyperBlocks(blocks, config.streams)
 
 
 def served_modules(config: ModelConfig, kind: LayerKind, scope: Scope) -> tuple[Module, ...]:
     """Return the modules of a served layer of a kind, those of one projection in the order of its rows."""
-    mixer = mixer_family(config, kind.mixer).modules
+    mixer = () if kind.mixer is None else mixer_family(config, kind.mixer).modules
     return mixer if scope is Scope.MIXER else mixer + block_family(config, kind).modules
 
 
@@ -82,7 +91,7 @@ def expected_tensors(config: ModelConfig, kind: LayerKind, scope: Scope) -> dict
 
     Those of experts are stacked; a checkpoint may have them one by one.
     """
-    tensors = mixer_family(config, kind.mixer).tensors
+    tensors = {} if kind.mixer is None else mixer_family(config, kind.mixer).tensors
     if scope is Scope.BLOCK:
         tensors |= block_family(config, kind).tensors
     modules = served_modules(config, kind, scope)
@@ -106,7 +115,8 @@ def random_init(
 class LayerLoader:
     """Loads served layers from a source, one at a time, for one rank.
 
-    shapes: of each layer's mixer on this rank. experts: of the layers that are served with them, None where none is.
+    shapes: of each layer's mixers on this rank, those with a state of their own. experts: of the layers that are served
+    with them, None where none is.
 
     Raises ModelError at construction: a layer is not servable in this scope; a tensor is missing, extra or misshapen;
     its dtype is not one of checkpoint.DTYPES; the heads can't be dealt out to the ranks.
@@ -115,26 +125,36 @@ class LayerLoader:
     def __init__(
         self, source: TensorSource, config: ModelConfig, layers: Sequence[int], scope: Scope, placement: Placement
     ) -> None:
-        source = RespelledTensors(source, config.family.spellings)
-        self._source, self._config = source, config
+        self._source, self._config = RespelledTensors(source, config.family.spellings), config
         self._placement = placement
         self._kinds = kinds = layer_kinds(config, layers, scope)
         distinct = dict.fromkeys(kinds.values())
         self._modules = {kind: served_modules(config, kind, scope) for kind in distinct}
-        self._mixers = {kind: mixer_family(config, kind) for kind in dict.fromkeys(kind.mixer for kind in distinct)}
+        mixers = dict.fromkeys(kind.mixer for kind in distinct if kind.mixer is not None)
+        self._mixers = {kind: mixer_family(config, kind) for kind in mixers}
         self._blocks = {kind: block_family(config, kind) for kind in distinct}
-        shares = {kind: config.shapes[kind.mixer].shard(placement.world_size) for kind in distinct}
-        self.shapes: dict[int, MixerShape] = {i: shares[kind] for i, kind in kinds.items()}
+        shares = {
+            kind: tuple(config.shapes[mixer].shard(placement.world_size) for mixer in kind.mixers) for kind in distinct
+        }
+        self.shapes: dict[int, tuple[MixerShape, ...]] = {i: shares[kind] for i, kind in kinds.items()}
         self.experts = _share_mlps(config, {kind.mlp for kind in distinct}, placement.world_size)
-        self._prefix = _check_tensors(source, config, kinds, scope)
+        self._prefix, self._names = _check_tensors(self._source, config, kinds, scope)
 
     def mixer(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer:
-        """Load the mixer of a layer, with these adapters' slots."""
-        return self._mixers[self._kinds[layer].mixer].mixer(self.reader(layer), adapters)
+        """Load the mixer of a layer that has one, with these adapters' slots."""
+        kind = self._kinds[layer].mixer
+        assert kind is not None
+        return self._mixers[kind].mixer(self.reader(layer), adapters)
 
     def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer | HyperBlock:
         """Load a layer and what surrounds its mixer, with these adapters' slots."""
-        return self._blocks[self._kinds[layer]].block(self.reader(layer), self.mixer(layer, adapters), adapters)
+        kind = self._kinds[layer]
+        mixer = None if kind.mixer is None else self.mixer(layer, adapters)
+        return self._blocks[kind].block(self.reader(layer), mixer, adapters)
+
+    def stored(self, layer: int) -> list[str]:
+        """The names of the source's tensors of which a layer is loaded."""
+        return [part for name in self._names[layer] for part in self._source.stored(name)]
 
     def check_head(self) -> None:
         """Raise ModelError unless the source has the head of a model with streams."""
@@ -168,14 +188,17 @@ def _share_mlps(config: ModelConfig, mlps: Collection[MlpKind | None], world_siz
     """
     inner = config.intermediate_size
     if MlpKind.DENSE in mlps and inner % world_size:
-        raise ModelError(f"world_size: expected a divisor of intermediate_size {inner}, got {world_size}")
+        raise ModelError(f"--tensor-parallel: expected a divisor of intermediate_size {inner}, got {world_size}")
     if config.experts is None or MlpKind.MIXTURE_OF_EXPERTS not in mlps:
         return None
     return config.experts.shard(world_size)
 
 
-def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int, LayerKind], scope: Scope) -> str:
-    """Return the prefix of the layers' tensors. Raises ModelError on the first tensor that is not as expected."""
+def _check_tensors(
+    source: TensorSource, config: ModelConfig, kinds: Mapping[int, LayerKind], scope: Scope
+) -> tuple[str, dict[int, list[str]]]:
+    """Return the prefix of the layers' tensors, and the names of each layer's. Raises ModelError on the first tensor
+    that is not as expected."""
     found: dict[str, set[str]] = {}
     for name in source.names:
         prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
@@ -185,7 +208,7 @@ def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int
         raise ModelError(f"layers: expected tensors named {' or '.join(PREFIXES)}N, got {sorted(found) or 'none'}")
     [(prefix, names)] = found.items()
     of_kind = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
-    stored = config.family.blocks.experts
+    stored, found_names = config.family.blocks.experts, dict[int, list[str]]()
     for i, kind in kinds.items():
         held = {name.removeprefix(f"{i}.") for name in names if name.startswith(f"{i}.")}
         is_stacked = stored.stacks[0] in held or not any(".experts.0." in name for name in held)
@@ -201,7 +224,8 @@ def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int
             raise ModelError(f"{prefix}{i}.{name}: expected no such tensor in a served layer, found one{_reason(name)}")
         for name, shape in expected.items():
             _check_tensor(source, f"{prefix}{i}.{name}", shape)
-    return prefix
+        found_names[i] = [f"{prefix}{i}.{name}" for name in expected]
+    return prefix, found_names
 
 
 def _reason(name: str) -> str:

@@ -13,16 +13,16 @@ import torch
 
 from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.computing import model_options, spare_lines_of, state_options
 from deltaline_server.config import Config
 from deltaline_server.layers.hyper_connection import CONNECTIONS, head_tensors
 from deltaline_server.layers.shapes import AttentionShape, MixerShape
 from deltaline_server.layers.state_pool import StateOptions, StatePlan, line_parts, plan_state
-from deltaline_server.models.config import Scope
+from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.model import ModelPlan, check_model, open_plan
 from deltaline_server.models.parts import LayerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
 from deltaline_server.models.weights import expected_tensors
-from deltaline_server.runtime import model_options, spare_lines_of, state_options
 from deltaline_server.snapshots.device.transfer import staging_bytes
 from deltaline_server.snapshots.layout import StateLayer, StateLayout
 
@@ -61,7 +61,7 @@ class Sizes:
         """Bytes of the served layers' weights, of the head of streams, and of attention layers' table of rotations."""
         rotations = (
             shape.max_positions * shape.table_channels * torch.float32.itemsize
-            for shape in self.plan.loader.shapes.values()
+            for shape in self.plan.shapes
             if isinstance(shape, AttentionShape)
         )
         layers = sum(len(size.layers) * size.weight_bytes for size in self.layers)
@@ -80,7 +80,9 @@ class Sizes:
         if not self.config.host_state_bytes:
             return 0
         layout = StateLayout(
-            tuple(StateLayer(number, 0, shape) for number, shape in sorted(self.plan.loader.shapes.items())),
+            tuple(
+                StateLayer(layer, 0, shape) for layer in self.plan.layers for shape in self.plan.loader.shapes[layer]
+            ),
             num_spans=1,
             itemsize=self.plan.layout.placement.dtype.itemsize,
             state_itemsize=self.options.state_dtype.itemsize,
@@ -122,7 +124,7 @@ class Sizes:
         snapshot_lines = self.config.snapshot_lines_beside(count) + spare_lines_of(self.config)
         options = replace(self.options, num_lines=count, snapshot_lines=snapshot_lines, limit_bytes=budget_bytes)
         try:
-            state = plan_state(list(self.plan.loader.shapes.values()), options, self.plan.layout.placement.dtype)
+            state = plan_state(self.plan.shapes, options, self.plan.layout.placement.dtype)
         except ModelError:
             return False
         return state.kv is None or state.kv.num_pages >= count * self.pages_per_sequence
@@ -137,8 +139,7 @@ def size(config: Config, context: int | None) -> Sizes:
     options, state = model_options(config), state_options(config)
     adapter_bytes = check_model(options)
     with open_plan(options) as plan:
-        shapes, dtype = plan.loader.shapes, plan.layout.placement.dtype
-        planned, fits = _plan_state(list(shapes.values()), state, dtype)
+        planned, fits = _plan_state(plan.shapes, state, plan.layout.placement.dtype)
         kinds: dict[LayerKind, list[int]] = {}
         for layer, kind in layer_kinds(plan.config, plan.layers, options.scope).items():
             kinds.setdefault(kind, []).append(layer)
@@ -165,20 +166,36 @@ def _layer_size(
     plan: ModelPlan, scope: Scope, kind: LayerKind, layers: Sequence[int], state: StateOptions
 ) -> LayerSize:
     """The sizes of the layers of one kind, which are alike."""
-    shape, dtype = plan.loader.shapes[layers[0]], plan.layout.placement.dtype
+    shapes, dtype = plan.loader.shapes[layers[0]], plan.layout.placement.dtype
+    config = _share(plan, kind)
     has_terms = dtype == torch.bfloat16 and not plan.config.residual_in_fp32
     weight_bytes = sum(
         math.prod(size) * _weight_dtype(name, size, dtype).itemsize + (_term_bytes(name, size) if has_terms else 0)
-        for name, size in expected_tensors(plan.config, kind, scope).items()
+        for name, size in expected_tensors(config, kind, scope).items()
     )
-    if plan.config.experts is not None and kind.mlp is MlpKind.MIXTURE_OF_EXPERTS:
+    if config.experts is not None and kind.mlp is MlpKind.MIXTURE_OF_EXPERTS:
         # The shared expert is kept as whole ones of the others' size.
-        experts = plan.config.experts
+        experts = config.experts
         zeros = experts.num_shared * experts.intermediate_size - experts.shared_size
-        weight_bytes += 3 * zeros * plan.config.hidden_size * dtype.itemsize
-    if isinstance(shape, AttentionShape):
-        return LayerSize(str(kind), tuple(layers), {}, 2 * shape.key_channels * dtype.itemsize, weight_bytes)
-    return LayerSize(str(kind), tuple(layers), line_parts(shape, state, dtype), 0, weight_bytes)
+        weight_bytes += 3 * zeros * config.hidden_size * dtype.itemsize
+    line, token_bytes = dict[str, int](), 0
+    for shape in shapes:
+        if isinstance(shape, AttentionShape):
+            token_bytes = 2 * shape.key_channels * dtype.itemsize
+        else:
+            line = line_parts(shape, state, dtype)
+    return LayerSize(str(kind), tuple(layers), line, token_bytes, weight_bytes)
+
+
+def _share(plan: ModelPlan, kind: LayerKind) -> ModelConfig:
+    """The config of a model whose layers of a kind are as large as one rank's share of them."""
+    config, ranks = plan.config, plan.layout.placement.world_size
+    return replace(
+        config,
+        shapes={mixer: config.shapes[mixer].shard(ranks) for mixer in kind.mixers},
+        intermediate_size=config.intermediate_size // ranks,
+        experts=plan.loader.experts,
+    )
 
 
 def _weight_dtype(name: str, size: Sequence[int], dtype: torch.dtype) -> torch.dtype:

@@ -162,7 +162,8 @@ class Section:
 
 @dataclass(frozen=True)
 class StateLayer:
-    """A served layer: its number in the checkpoint, the index of its span, and its mixer's shape over all ranks."""
+    """A mixer of a served layer: the layer's number in the checkpoint, the index of its span, and the mixer's shape
+    over all ranks. A layer may have two, one with lines and one with pages."""
 
     number: int
     span: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,10 @@ from deltaline_server.config import Config
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.memory.mappings import Pinning
 from deltaline_server.models.model import NUMPY_DTYPES, Model
+from deltaline_server.models.parts import LayerKind
 from deltaline_server.principal import Principal
+from deltaline_server.ranks.ways import Ranks
+from deltaline_server.snapshots.device.shared_transfer import SharedTransfer, ShareTransfer, Told
 from deltaline_server.snapshots.device.transfer import StateTransfer
 from deltaline_server.snapshots.directory import StateDirectory, StateDirectoryError
 from deltaline_server.snapshots.exchange import Exchange
@@ -27,6 +31,9 @@ from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.pages import PagesPlaced
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 from deltaline_server.tables.sequences import SequenceTable
+
+Shared = tuple[Ranks, Callable[[Told], None]]
+"""A way for states' bytes, and what tells the other ranks to copy."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +81,29 @@ class Tiers:
         snapshots: SnapshotTable,
         capture: Capture,
         adapters: SequenceAdapters,
+        shared: Shared | None = None,
     ) -> Moves | None:
         """What moves the snapshots of a table between the tiers from now on, None where there are none; allocates its
-        memory on the device. begin: as Engine.transfer."""
+        memory on the device. begin: as Engine.transfer. shared: of a server over ranks."""
         if self.host is None:
             return None
         snapshots.lower = moves = Moves(
             host=self.host,
             files=self.files,
             fingerprint=self.fingerprint,
-            transfer=StateTransfer(self.layout, layer_numbers(model), pool),
+            transfer=self._transfer(model, pool, shared),
             begin=begin,
             snapshots=snapshots,
             capture=capture,
             adapters=adapters,
         )
         return moves
+
+    def _transfer(self, model: Model, pool: StatePool, shared: Shared | None) -> StateTransfer | SharedTransfer:
+        if shared is None:
+            return StateTransfer(self.layout, layer_numbers(model), pool)
+        way, tell = shared
+        return SharedTransfer(self.layout, make_share(model, pool, way), way, tell)
 
     def exchange(
         self, model: Model, pool: StatePool, moves: Moves | None, snapshots: SnapshotTable, adapters: SequenceAdapters
@@ -150,15 +164,19 @@ class Tiers:
             self.host.close()
 
 
+def make_share(model: Model, pool: StatePool, way: Ranks) -> ShareTransfer:
+    """What gathers and scatters a rank's share of states; way: as ShareTransfer has it."""
+    return ShareTransfer(make_layout(model, pool), model, layer_numbers(model), pool, way)
+
+
 def make_layout(model: Model, pool: StatePool) -> StateLayout:
     """The layout of the states of a model, over all ranks, in a server with such a pool."""
-    shapes = model.config.shapes
-    layers = []
-    for span, numbers in enumerate(model.spans):
-        for number in numbers:
-            kind = model.config.layers[number].mixer
-            assert kind is not None
-            layers.append(StateLayer(number, span, shapes[kind]))
+    layers = [
+        StateLayer(number, span, model.config.shapes[mixer])
+        for span, numbers in enumerate(model.spans)
+        for number in numbers
+        for mixer in LayerKind(model.config.layers[number].mixer).mixers
+    ]
     return StateLayout(
         tuple(sorted(layers, key=lambda layer: layer.number)),
         num_spans=len(model.spans),
@@ -170,5 +188,6 @@ def make_layout(model: Model, pool: StatePool) -> StateLayout:
 
 
 def layer_numbers(model: Model) -> list[int]:
-    """The numbers of the layers of a model, in the order in which its pool has them."""
-    return [number for numbers in model.spans for number in numbers]
+    """The layer's number of each state of a model's pool, in the order in which that has them."""
+    layers = model.config.layers
+    return [number for number in sorted(itertools.chain(*model.spans)) for _ in LayerKind(layers[number].mixer).mixers]

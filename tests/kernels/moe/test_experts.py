@@ -61,6 +61,21 @@ def test_experts_match_the_reference(path: Path, case: str, choose: Choose) -> N
     assert_close("out", got, batch.run_reference(), path.dtype)
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("case", ["few-tokens", "odd-sizes", "tiles", "long-inputs-of-one", "several-tiles"])
+def test_experts_without_gates_match_the_reference(path: Path, case: str) -> None:
+    batch = make_batch(path, *CASES[case], some, activation="relu2")
+    assert_close("out", batch.run(path), batch.run_reference(), path.dtype)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_nan_stays_nan_without_gates(path: Path) -> None:
+    batch = make_batch(path, 9, 2, 3, 48, 40, activation="relu2")
+    batch.x[4] = torch.nan
+    got = batch.run(path)
+    assert got[4].isnan().all() and got[[0, 8]].isfinite().all()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_plan_of_a_batch_matches_the_reference(path: Path, case: str) -> None:
     """As the tables have it."""

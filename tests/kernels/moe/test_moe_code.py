@@ -19,17 +19,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def compile_experts(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> dict[str, list[str]]:
+def compile_experts(monkeypatch: pytest.MonkeyPatch, num_tokens: int, activation: str = "silu") -> dict[str, list[str]]:
     """Return the code of the kernels by their names for a model with 16 of 35B-A3B's experts; check that they fit."""
     pytest.importorskip("triton")
 
     def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    x, gate_up, down = draw(num_tokens, 2048), draw(16, 1024, 2048), draw(16, 2048, 512)
+    rows = 1024 if activation == "silu" else 512
+    x, gate_up, down = draw(num_tokens, 2048), draw(16, rows, 2048), draw(16, 2048, 512)
     weights, experts = draw(num_tokens, 9, dtype=torch.float32), draw(num_tokens, 9, dtype=torch.int32)
     found: dict[str, list[str]] = {}
-    for kernel in compile_launches(monkeypatch, lambda: run_experts(x, gate_up, down, weights, experts)):
+    for kernel in compile_launches(monkeypatch, lambda: run_experts(x, gate_up, down, weights, experts, activation)):
         assert kernel.metadata.shared <= SHARED_BYTES
         found.setdefault(kernel.metadata.name, []).append(kernel.asm["ptx"])
     return found
@@ -47,17 +48,20 @@ def test_products_take_no_operand_from_registers(monkeypatch: pytest.MonkeyPatch
         assert "mma.sync" not in ptx
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 40])
-def test_weights_are_read_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
-    found = compile_experts(monkeypatch, num_tokens)
+@pytest.mark.parametrize(
+    ("num_tokens", "activation"), [(1, "silu"), (8, "silu"), (40, "silu"), (1, "relu2"), (40, "relu2")]
+)
+def test_weights_are_read_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch, num_tokens: int, activation: str) -> None:
+    found = compile_experts(monkeypatch, num_tokens, activation)
     for name in {"_first", "_second", "_multiply"} & found.keys():
         for ptx in found[name]:
             assert "cp.async.cg" in ptx if name == "_multiply" else "ld.global.v4" in ptx
             assert not re.search(r"ld\.global\.b16|cp\.async\.ca", ptx)
 
 
-def test_many_tokens_take_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compile_experts(monkeypatch, 4096).keys() == {"_sort", "_spread", "_activate", "_combine"}
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_many_tokens_take_torchs_products(monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
+    assert compile_experts(monkeypatch, 4096, activation).keys() == {"_sort", "_spread", "_activate", "_combine"}
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,15 @@ class Batch:
     down: Tensor
     weights: Tensor
     experts: Tensor
+    activation: str = "silu"
 
     def run(self, path: Path) -> Tensor:
-        return path.run_experts(self.x, self.gate_up, self.down, self.weights, self.experts)
+        return path.run_experts(self.x, self.gate_up, self.down, self.weights, self.experts, self.activation)
 
     def run_reference(self) -> Tensor:
         """Return the outputs of the reference, in fp64 of these very inputs."""
         x, gate_up, down, weights = (part.double() for part in (self.x, self.gate_up, self.down, self.weights))
-        return run_experts_reference(x, gate_up, down, weights, self.experts)
+        return run_experts_reference(x, gate_up, down, weights, self.experts, self.activation)
 
     def rolled(self, shift: int) -> Batch:
         """Return the batch with its tokens in other places, at the same strides: a kernel is compiled for these."""
@@ -75,6 +76,7 @@ def make_batch(
     seed: int = 0,
     *,
     integers: bool = False,
+    activation: str = "silu",
 ) -> Batch:
     """Make inputs on the path's device; rows of x lie apart, with NaN between.
 
@@ -88,7 +90,7 @@ def make_batch(
         return torch.randn(*size, generator=generator)
 
     experts = choose(num_tokens, choices, num_experts, generator).to(torch.int32)
-    gate_up = draw(num_experts, 2 * inner, width) * width**-0.5
+    gate_up = draw(num_experts, (2 if activation == "silu" else 1) * inner, width) * width**-0.5
     down = draw(num_experts, width, inner) * inner**-0.5
     unused = torch.ones(num_experts, dtype=torch.bool)
     is_expert = (experts >= 0) & (experts < num_experts)
@@ -99,4 +101,5 @@ def make_batch(
     x = draw(num_tokens, width + 8)
     x[:, width:] = torch.nan
     to, dtype = path.device, path.dtype
-    return Batch(x.to(to, dtype)[:, :width], gate_up.to(to, dtype), down.to(to, dtype), weights.to(to), experts.to(to))
+    gate_up, down, weights, experts = gate_up.to(to, dtype), down.to(to, dtype), weights.to(to), experts.to(to)
+    return Batch(x.to(to, dtype)[:, :width], gate_up, down, weights, experts, activation)

@@ -150,8 +150,9 @@ def selective_update(path: Path, **changes: Any) -> Given:
     return updates.make_call(case, path)[1] | {"state": updates.make_states(case, range(9)).to(path.device)}
 
 
-def experts(path: Path, num_tokens: int) -> Given:
-    return pick(make_experts(path, num_tokens, 2, 3, 16, 16), "x gate_up down weights experts")
+def experts(path: Path, num_tokens: int, activation: str = "silu") -> Given:
+    batch = make_experts(path, num_tokens, 2, 3, 16, 16, activation=activation)
+    return pick(batch, "x gate_up down weights experts activation")
 
 
 def field_experts(path: Path, **more: Any) -> Given:
@@ -247,7 +248,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
             "query_start_loc": ints(path, 0, 2),
         },
     ],
-    "run_experts": [lambda path: experts(path, 3), lambda path: experts(path, 70)],
+    "run_experts": [lambda path: experts(path, 3), lambda path: experts(path, 70, "relu2")],
     "selective_state_update": [
         selective_update,
         lambda path: selective_update(path, out=torch.float32),

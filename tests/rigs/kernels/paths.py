@@ -68,8 +68,10 @@ class Path:
     ) -> tuple[Tensor, Tensor]:
         return route_tokens(logits, router, bias, query_start_loc)
 
-    def run_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return run_experts(x, gate_up, down, weights, experts)
+    def run_experts(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str = "silu"
+    ) -> Tensor:
+        return run_experts(x, gate_up, down, weights, experts, activation)
 
 
 class InterpretedPath(Path):
@@ -137,9 +139,11 @@ class InterpretedPath(Path):
         route_triton(logits, router, bias, query_start_loc, weights, experts)
         return weights, experts
 
-    def run_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def run_experts(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str = "silu"
+    ) -> Tensor:
         from deltaline_kernels.moe.launch import run_experts_triton
 
         out = torch.empty(x.shape, dtype=x.dtype)
-        run_experts_triton(x, gate_up, down, weights, experts, out)
+        run_experts_triton(x, gate_up, down, weights, experts, out, gated=activation == "silu")
         return out

@@ -137,7 +137,7 @@ def test_the_outputs_of_two_ranks_sum_to_the_whole(
 
 def test_ranks_that_cannot_share_experts_are_refused() -> None:
     expected = "a divisor of 8 channels of an expert and 12 of the shared one, got 8"
-    with pytest.raises(ModelError, match=f"world_size: expected {expected}"):
+    with pytest.raises(ModelError, match=f"--tensor-parallel: expected {expected}"):
         SHAPE.shard(8)
 
 
@@ -220,6 +220,7 @@ def test_an_empty_batch(oracle: Oracle, device: str) -> None:
 @ONE_KIND
 def test_the_self_test_is_told_of_experts_where_they_are_served(oracle: Oracle) -> None:
     experts = {"router": Router(2, num_shared=2, shared_gate=True), "num_experts": 6, "expert_dim": 32}
+    experts |= {"expert_activation": "silu"}
     assert load_model(oracle.options()).block_sizes == {"streams": 0, "hidden": HIDDEN} | experts
     assert "router" not in load_model(oracle.options(scope=Scope.MIXER)).block_sizes
 

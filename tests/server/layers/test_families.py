@@ -13,7 +13,7 @@ from rigs.layer_oracle import MAX_DRAFT, Oracle, assert_close, assert_same_life,
 from safetensors.torch import load_file, save_file
 
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.models.config import Scope
+from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.model import ModelOptions, check_model, open_plan
 from deltaline_server.models.servable import Auto
 
@@ -35,6 +35,13 @@ OLMO = EAGER | {
     "max_position_embeddings": 256,
     "rope_parameters": {"rope_type": "default", "rope_theta": None},
 }
+FALCON = EAGER | {"max_position_embeddings": 256}
+SCALES: dict[str, Any] = {"key_multiplier": 0.3, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9}
+SCALES |= {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7, "ssm_multipliers": [0.35, 0.25, 1.4, 0.5, 0.7]}
+SCALES |= {"mlp_multipliers": [0.88, 0.29]}
+NEMOTRON = {"attn_implementation": "eager", "num_attention_heads": 4, "num_key_value_heads": 2, "key_heads": 4}
+NEMOTRON |= {"mamba_head_dim": 32, "layers_block_type": ["linear_attention", "mlp", "full_attention"]}
+NEMOTRON_EXPERTS = NEMOTRON | {"layers_block_type": ["moe", "linear_attention", "full_attention"]}
 # The model type, and what differs from what write_checkpoint makes of it.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", BAMBA),
@@ -51,6 +58,24 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-odd-experts": ("granitemoehybrid", GRANITE_EXPERTS | {"num_local_experts": 13, "intermediate_size": 20}),
     "olmo": ("olmo_hybrid", OLMO),
     "olmo-rotary": ("olmo_hybrid", OLMO | {"rope_parameters": {"rope_theta": 50.0}, "attention_bias": True}),
+    "falcon": ("falcon_h1", FALCON),
+    "falcon-scales": ("falcon_h1", FALCON | SCALES),
+    "falcon-norm": ("falcon_h1", FALCON | SCALES | {"mamba_rms_norm": True, "mamba_d_ssm": 96, "mamba_d_head": "auto"}),
+    "falcon-norm-behind": ("falcon_h1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "falcon-biases": (
+        "falcon_h1",
+        FALCON | SCALES | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "mamba_d_ssm": None},
+    ),
+    "falcon-out-bias": ("falcon_h1", FALCON | {"projectors_bias": True, "mamba_conv_bias": False}),
+    "nemotron": ("nemotron_h", NEMOTRON),
+    "nemotron-biases": ("nemotron_h", NEMOTRON | {"use_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "nemotron-experts": ("nemotron_h", NEMOTRON_EXPERTS | {"routed_scaling_factor": 2.5}),
+    "nemotron-groups": (
+        "nemotron_h",
+        NEMOTRON_EXPERTS
+        | {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "norm_topk_prob": False}
+        | {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 50},
+    ),
     "olmo-positive": ("olmo_hybrid", OLMO | {"linear_allow_neg_eigval": False, "rms_norm_eps": 1e-3}),
 }
 ALL = range(3)
@@ -72,7 +97,10 @@ def test_prefill_decode_verify_and_commit(oracle: Oracle, device: str) -> None:
 @pytest.mark.parametrize("scope", list(Scope))
 @pytest.mark.parametrize("length", [1, 4, 23])
 def test_each_layer_by_itself(oracle: Oracle, device: str, scope: Scope, length: int) -> None:
-    spans, hidden = [range(i, i + 1) for i in ALL], torch.randn(length, HIDDEN)
+    """Of an MLP alone there is no mixer."""
+    layers = ModelConfig.from_directory(oracle.directory).layers
+    spans = [range(i, i + 1) for i in ALL if scope is Scope.BLOCK or layers[i].mixer is not None]
+    hidden = torch.randn(length, HIDDEN)
     served = serve(oracle.options(device, scope=scope, spans=spans))
     for i, span in enumerate(spans):
         assert_close(served.step(hidden, [1], [length], span=i), oracle.run(span, hidden, scope=scope))
@@ -115,7 +143,9 @@ def test_what_is_normalised_over_all_heads_is_not_shared_out(
     tmp_path: Path, write_checkpoint: Callable[..., Any]
 ) -> None:
     oracle = Oracle(write_checkpoint(tmp_path, "olmo_hybrid", **WRITTEN, **OLMO), tmp_path)
-    with pytest.raises(ModelError, match="world_size: expected 1, as queries are normalised over all heads, got 2"):
+    with pytest.raises(
+        ModelError, match="--tensor-parallel: expected 1, as queries are normalised over all heads, got 2"
+    ):
         check_model(oracle.options(world_size=2))
     check_model(oracle.options(world_size=2, scope=Scope.MIXER, layers=range(1)))
 

@@ -48,7 +48,8 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
             Mamba2Shape(2, 4, 16, 8, 3, 1, (0.1, math.inf), has_conv_bias=True, has_bias=False),
             {},
             {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 16, "value_dim": 8, "conv_width": 3}
-            | {"norm_groups": 1, "dt_limit": (0.1, math.inf), "has_conv_bias": True, "recurrence": "mamba2"},
+            | {"norm_groups": 1, "dt_limit": (0.1, math.inf), "has_conv_bias": True, "recurrence": "mamba2"}
+            | {"norms_first": False},
             {"conv1d", "mamba2", "lora", "norm"},
         ),
         (
@@ -57,7 +58,7 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
             {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 32, "value_dim": 32, "rotary_dim": 8}
             | {"page_size": 32, "recurrence": "attention", "is_gated": True, "norms_heads": True}
             | {"hidden": 48, "num_experts": 12, "expert_dim": 16}
-            | {"router": Router(3, normalize=False, num_shared=2, shared_gate=True)},
+            | {"router": Router(3, normalize=False, num_shared=2, shared_gate=True), "expert_activation": "silu"},
             {"attention", "lora", "rotary", "moe"},
         ),
         (

@@ -74,6 +74,30 @@ OLMO: dict[str, Any] = {
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }
+STACK = NEMOTRON | {
+    "hybrid_override_pattern": "M-*E",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+}
+FALCON: dict[str, Any] = {
+    "model_type": "falcon_h1",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+}
 MAMBA_SSM: dict[str, Any] = {"d_model": 32, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2", "headdim": 16}}
 GONE = object()
 """In place of a value: the key is not there."""
@@ -208,6 +232,53 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (NEMOTRON, "hybrid_override_pattern", "MX", "expected 1..4096 of linear_attention"),
     (NEMOTRON, "hybrid_override_pattern", GONE, "expected 1..4096 of linear_attention"),
     (NEMOTRON, "ssm_state_size", 0, "expected an integer in 1..256, got 0"),
+    (
+        STACK,
+        "mlp_hidden_act",
+        "silu",
+        "layer 1: expected an MLP that is served, got another (mlp_hidden_act: expected 'relu2'",
+    ),
+    (STACK, "mlp_bias", True, "expected none beside experts (it is not served), got True"),
+    (STACK, "mlp_bias", "no", "expected true or false, got 'no'"),
+    (STACK, "moe_latent_size", 64, "expected none beside experts (it is not served), got 64"),
+    (STACK, "intermediate_size", 0, "expected an integer in 1..1048576, got 0"),
+    (STACK, "num_attention_heads", 3, "expected a multiple of num_key_value_heads (2), got 3"),
+    (STACK, "head_dim", 512, "expected an integer in 2..256, got 512"),
+    (STACK, "n_routed_experts", 0, "expected an integer in 1..4096, got 0"),
+    (STACK, "n_routed_experts", 5000, "expected an integer in 1..4096, got 5000"),
+    (STACK, "num_experts_per_tok", 9, "expected an integer in 1..8, got 9"),
+    (STACK, "moe_intermediate_size", -1, "expected an integer in 1..1048576, got -1"),
+    (STACK, "moe_shared_expert_intermediate_size", 32 * 65, "expected at most 64 times moe_intermediate_size (32)"),
+    (STACK, "n_group", 3, "expected a divisor of 8 experts, with at least 2 in a group, got 3"),
+    (STACK, "n_group", 8, "expected a divisor of 8 experts, with at least 2 in a group, got 8"),
+    (STACK, "n_group", 0, "expected an integer in 1..8, got 0"),
+    (STACK, "topk_group", 2, "expected an integer in 1..1, got 2"),
+    (STACK, "routed_scaling_factor", 0, "expected a positive number that fp32 holds, got 0"),
+    (STACK, "norm_topk_prob", "yes", "expected true or false, got 'yes'"),
+    (STACK, "layer_norm_epsilon", -1, "expected a positive number that fp32 holds, got -1"),
+    (FALCON, "mamba_d_ssm", 60, "expected mamba_n_heads * mamba_d_head (4 * 16, at most 256), got 60"),
+    (FALCON, "mamba_d_ssm", 0, "expected an integer in 1..1048576, got 0"),
+    (FALCON, "mamba_d_ssm", GONE, "expected mamba_n_heads * mamba_d_head (4 * 16, at most 256), got nothing"),
+    (FALCON | {"mamba_d_ssm": None}, "mamba_expand", 3, "expected mamba_n_heads * mamba_d_head / hidden_size"),
+    (FALCON, "mamba_d_head", "all", "expected an integer in 1..256, got 'all'"),
+    (FALCON, "mamba_n_groups", 3, "expected a divisor of 4 heads, got 3"),
+    (FALCON, "mamba_rms_norm", 1, "expected true or false, got 1"),
+    (FALCON | {"mamba_rms_norm": True}, "mamba_norm_before_gate", "no", "expected true or false, got 'no'"),
+    (FALCON, "projectors_bias", None, "expected true or false, got None"),
+    (FALCON, "mlp_bias", 0, "expected true or false, got 0"),
+    (FALCON, "ssm_multipliers", [1, 1], "expected 5 positive numbers that fp32 holds, got"),
+    (FALCON, "ssm_multipliers", [1, 1, 1, 1, 0], "expected a positive number that fp32 holds, got 0"),
+    (FALCON, "ssm_multipliers", 1.0, "expected 5 positive numbers that fp32 holds, got 1.0"),
+    (FALCON, "mlp_multipliers", [1, "2"], "expected a positive number that fp32 holds, got '2'"),
+    (FALCON, "key_multiplier", -1, "expected a positive number that fp32 holds, got -1"),
+    (FALCON, "attention_in_multiplier", math.inf, "expected a positive number that fp32 holds"),
+    (FALCON, "attention_out_multiplier", True, "expected a positive number that fp32 holds, got True"),
+    (FALCON, "ssm_in_multiplier", None, "expected a positive number that fp32 holds, got None"),
+    (FALCON, "ssm_out_multiplier", 10**400, "expected a positive number that fp32 holds"),
+    (FALCON, "num_key_value_heads", 3, "num_attention_heads: expected a multiple of num_key_value_heads (3), got 4"),
+    (FALCON, "rope_parameters", {"rope_type": "yarn"}, "expected 'default', got 'yarn'"),
+    (FALCON, "num_hidden_layers", 0, "expected an integer in 1..4096, got 0"),
+    (FALCON, "time_step_limit", [0.5], "expected two numbers, got"),
 ]
 
 
@@ -219,7 +290,7 @@ def check(folder: Path, raw: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "base",
-    [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, BAMBA, GRANITE, OLMO, MAMBA_SSM],
+    [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, STACK, BAMBA, FALCON, GRANITE, OLMO, MAMBA_SSM],
     ids=lambda base: base.get("model_type", "mamba_ssm"),
 )
 def test_the_truth_is_served(tmp_path: Path, base: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mamba2": {"use_bias": True},
     "bamba": {"attn_layer_indices": [1], "attn_implementation": "eager", "mlp_bias": True},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"], "attn_implementation": "eager"},
+    "nemotron_h": {"layers_block_type": ["mlp", "full_attention"], "attn_implementation": "eager", "mlp_bias": True},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "attn_implementation": "eager"},
 }
 MAMBA2 = pytest.mark.parametrize("oracle", ["mamba2"], indirect=True)
@@ -119,9 +120,9 @@ def test_modules_of_other_layers_of_a_hybrid_are_passed_over(
     write_checkpoint(tmp_path, "nemotron_h", hidden=32, head_dim=8, layers_block_type=kinds)
     model = load_model(ModelOptions(torch.device("cpu"), model=tmp_path, layers=range(1)))
     tensors = {}
-    for name in ("1.mixer.up_proj", "2.mixer.q_proj", "0.mixer.in_proj"):
-        rows, columns = (4 * 8 * 2 + 2 * 2 * 8 + 4, 32) if name.startswith("0") else (16, 32)
-        tensors[f"{PREFIX}backbone.layers.{name}.lora_A.weight"] = torch.randn(3, columns)
+    rows_of = {"1.mixer.up_proj": 384, "2.mixer.q_proj": 2 * 16, "0.mixer.in_proj": 4 * 8 * 2 + 2 * 2 * 8 + 4}
+    for name, rows in rows_of.items():
+        tensors[f"{PREFIX}backbone.layers.{name}.lora_A.weight"] = torch.randn(3, 32)
         tensors[f"{PREFIX}backbone.layers.{name}.lora_B.weight"] = torch.randn(rows, 3)
     raw = adapter_config(target_modules=["in_proj", "up_proj", "q_proj"])
     adapter = plan_adapter(model.layout, raw, tensors).load(None, poisoned)

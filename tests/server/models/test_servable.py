@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from rigs.small_models import GATED_DELTA_NET, HYBRID
 
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.computing import model_options
 from deltaline_server.config import Config
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.model import ModelOptions, check_model, load_model, open_plan
 from deltaline_server.models.servable import Auto, auto_spans, runs
-from deltaline_server.runtime import model_options
 from deltaline_server.sizing.__main__ import report
 from deltaline_server.sizing.sizes import size
 
@@ -29,6 +30,10 @@ NEMOTRON: dict[str, Any] = {
     "n_groups": 2,
     "hybrid_override_pattern": "MM*-ME",
 }
+# Only its Mamba2 layers can be served.
+WIDE = NEMOTRON | {"head_dim": 512, "mlp_hidden_act": "gelu"}
+WIDE_HEADS = "head_dim: expected an integer in 2..256, got 512"
+GELU = "mlp_hidden_act: expected 'relu2', got 'gelu'"
 YARN = {"rope_parameters": {"rope_type": "yarn"}}
 EXPERTS = {"model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
 MOE = HYBRID | EXPERTS
@@ -47,8 +52,10 @@ def options(folder: Path, raw: dict[str, Any], **changes: Any) -> ModelOptions:
         (HYBRID, BLOCK, "0:2"),
         (HYBRID, MIXER, "0:1 1:2"),
         (HYBRID | YARN, BLOCK, "0:1"),
-        (NEMOTRON, BLOCK, "0:2 4:5"),
-        (NEMOTRON, MIXER, "0:1 1:2 4:5"),
+        (NEMOTRON, BLOCK, "0:6"),
+        (NEMOTRON, MIXER, "0:1 1:2 2:3 4:5"),
+        (WIDE, BLOCK, "0:2 4:5"),
+        (WIDE, MIXER, "0:1 1:2 4:5"),
         (MOE, BLOCK, "0:2"),
         (MOE, MIXER, "0:1 1:2"),
         (MOE | {"num_experts_per_tok": 9}, BLOCK, "0:1"),
@@ -71,20 +78,20 @@ def test_runs() -> None:
     ("raw", "scope", "message"),
     [
         (
-            NEMOTRON,
+            WIDE,
             BLOCK,
-            r"^layer 2: expected mamba2, got attention \(not served yet\); "
+            rf"^layer 2: expected mamba2, got attention \({re.escape(WIDE_HEADS)}\); "
             r"what can be served: --spans auto, which is 0:2,4:5$",
         ),
         (
-            NEMOTRON | {"hybrid_override_pattern": "M*" * 10},
+            WIDE | {"hybrid_override_pattern": "M*" * 10},
             MIXER,
             r"^layer 1: .*; what can be served: --spans auto, which is 0:1,2:3,4:5,6:7,8:9,10:11,12:13,14:15,\.\.\.$",
         ),
         (
-            NEMOTRON | {"hybrid_override_pattern": "-E"},
+            WIDE | {"hybrid_override_pattern": "-E"},
             BLOCK,
-            r"^layer 0: expected mamba2, got an MLP alone \(not served yet\); what can be served: no layer of it$",
+            rf"^layer 0: expected an MLP that is served, got another \({GELU}\); what can be served: no layer of it$",
         ),
         (
             MOE | {"num_experts_per_tok": 9},
@@ -106,13 +113,14 @@ def test_experts_are_served_on_a_gpu(tmp_path: Path) -> None:
 
 
 def test_what_is_served_and_what_is_left_out(tmp_path: Path) -> None:
-    with open_plan(options(tmp_path, NEMOTRON, spans=Auto.AUTO)) as plan:
+    with open_plan(options(tmp_path, WIDE, spans=Auto.AUTO)) as plan:
         assert plan.spans == (range(0, 2), range(4, 5))
         assert plan.left_out == (
-            "2:3: expected mamba2, got attention (not served yet); "
-            "3:4,5:6: expected mamba2, got an MLP alone (not served yet)"
+            f"2:3: expected mamba2, got attention ({WIDE_HEADS}); "
+            f"3:4: expected an MLP that is served, got another ({GELU}); "
+            f"5:6: expected a dense MLP in block scope, got a mixture of experts ({GELU})"
         )
-    with open_plan(options(tmp_path, NEMOTRON, spans=Auto.AUTO, layers=range(1, 4))) as plan:
+    with open_plan(options(tmp_path, WIDE, spans=Auto.AUTO, layers=range(1, 4))) as plan:
         assert plan.spans == (range(1, 2),)
     model = load_model(options(tmp_path, GATED_DELTA_NET, spans=Auto.AUTO))
     assert (model.spans, model.left_out) == ((range(0, 2),), "")
@@ -121,11 +129,11 @@ def test_what_is_served_and_what_is_left_out(tmp_path: Path) -> None:
 def test_nothing_to_serve_is_refused(tmp_path: Path) -> None:
     message = r"^--spans: expected layers that can be served in block scope, got none of 2:3: expected mamba2"
     with pytest.raises(ModelError, match=message):
-        check_model(options(tmp_path, NEMOTRON, spans=Auto.AUTO, layers=range(2, 4)))
+        check_model(options(tmp_path, WIDE, spans=Auto.AUTO, layers=range(2, 4)))
 
 
 def test_the_option(tmp_path: Path) -> None:
-    path = options(tmp_path, NEMOTRON).random_init
+    path = options(tmp_path, WIDE).random_init
     config = Config.parse(["--random-init", str(path), "--spans", "auto"], {})
     assert config.span_ranges is None and model_options(config).spans is Auto.AUTO
     first, second, *_ = report(size(config, None), config, None).splitlines()

@@ -84,7 +84,7 @@ def test_an_extra_tensor_is_named(scope: Scope) -> None:
     source.tensors["model.layers.1.linear_attn.conv1d.bias"] = torch.zeros(3)
     with pytest.raises(ModelError, match=r"^model\.layers\.1\.linear_attn\.conv1d\.bias: expected no such tensor"):
         LayerLoader(source, NEXT, [1], scope, WHOLE)
-    assert LayerLoader(source, NEXT, [0], scope, WHOLE).shapes == {0: NEXT.shapes[LINEAR]}
+    assert LayerLoader(source, NEXT, [0], scope, WHOLE).shapes == {0: (NEXT.shapes[LINEAR],)}
 
 
 def test_a_quantised_tensor_is_named() -> None:
@@ -113,7 +113,7 @@ def test_attention_that_is_not_as_it_is_served_is_refused_where_it_is_asked_for(
         match=rf"^layer 2: expected gated_delta_net, got attention \({why}\); what can be served: --spans auto",
     ):
         LayerLoader(base_weights(config), config, [0, 2], Scope.MIXER, WHOLE)
-    assert LayerLoader(base_weights(config), config, [0], Scope.MIXER, WHOLE).shapes == {0: config.shapes[LINEAR]}
+    assert LayerLoader(base_weights(config), config, [0], Scope.MIXER, WHOLE).shapes == {0: (config.shapes[LINEAR],)}
 
 
 def test_the_mlp_is_shared_out_by_its_inner_columns() -> None:
@@ -149,10 +149,10 @@ def test_a_placement_that_cannot_be_is_refused(rank: int, world_size: int, messa
 
 
 def test_ranks_must_divide_the_heads_and_the_mlp() -> None:
-    with pytest.raises(ModelError, match="world_size: expected a divisor of 2 key heads, got 3"):
+    with pytest.raises(ModelError, match="--tensor-parallel: expected a divisor of 2 key heads, got 3"):
         LayerLoader(base_weights(NEXT), NEXT, [0], Scope.MIXER, Placement(CPU, torch.float32, 0, 3))
     odd = ModelConfig.from_mapping(CONFIG | {"intermediate_size": 35})
-    with pytest.raises(ModelError, match="world_size: expected a divisor of intermediate_size 35, got 2"):
+    with pytest.raises(ModelError, match="--tensor-parallel: expected a divisor of intermediate_size 35, got 2"):
         LayerLoader(base_weights(odd), odd, [0], Scope.BLOCK, Placement(CPU, torch.float32, 0, 2))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from rigs.scheduler_rig import turns
-from rigs.small_models import EXPERTS, GATED_DELTA_NET, HYBRID, MAMBA2
+from rigs.small_models import EXPERTS, FALCON, GATED_DELTA_NET, HYBRID, MAMBA2, NEMOTRON
 from rigs.state_rig import MAX_CONTEXT, MAX_DRAFT, Array, Entry, Reference, StateRig
 from rigs.until import until
 
@@ -57,7 +57,11 @@ MODELS: dict[str, tuple[dict[str, Any], list[range] | None]] = {
     "hybrid, two spans": (HYBRID, [range(0, 1), range(1, 2)]),
     "streams": (HYBRID | {"hc_mult": 2}, None),
     "experts": (EXPERTS, None),
+    "layers without a state": (NEMOTRON, [range(0, 1), range(1, 4)]),
+    "two states in a layer": (FALCON, None),
 }
+# test_transfer.py and test_continuation.py try their states in every run.
+RARE = ("layers without a state", "two states in a layer")
 
 
 @dataclass
@@ -590,7 +594,9 @@ def too_long(known: Known) -> bool:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("tiers", ["", "host", "files"], ids=["device", "host", "files"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.sweep if name in RARE else ()) for name in MODELS]
+)
 @pytest.mark.parametrize("count", [240, pytest.param(10_000, marks=pytest.mark.sweep)])
 async def test_all_goes_on_bitwise_as_what_shares_nothing(name: str, tiers: str, count: int, tmp_path: Path) -> None:
     world = World(name, tmp_path, seed=7, tiers=tiers)

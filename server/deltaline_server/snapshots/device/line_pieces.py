@@ -81,10 +81,11 @@ class LinePlans:
     """The plans of one pool and its staging memory. They are kept: the states of a server differ in few ways."""
 
     def __init__(self, layout: StateLayout, numbers: Sequence[int], pool: StatePool, staged: Tensor) -> None:
-        """numbers: in the checkpoint, of the pool's layers. staged: uint8, line_staging_bytes at least."""
+        """numbers: of the layers in the checkpoint that the pool's states belong to. staged: uint8, line_staging_bytes
+        at least."""
         self._layout, self._staged = layout, staged
         self._blocks = [[_words(tensor) for tensor in block.tensors] for block in pool.line_blocks]
-        layers = {layer.number: layer for layer in layout.layers}
+        layers = {layer.number: layer for layer in layout.layers if isinstance(layer.shape, RecurrentShape)}
         self._places: dict[int, _Place] = {}
         for i, block in enumerate(pool.line_blocks):
             for index, layer in enumerate(layers[numbers[place]] for place in block.layers):

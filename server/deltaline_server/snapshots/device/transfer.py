@@ -45,10 +45,10 @@ class StateTransfer:
     """
 
     def __init__(self, layout: StateLayout, numbers: Sequence[int], pool: StatePool) -> None:
-        """Allocate the staging memory. numbers: in the checkpoint, of the pool's layers."""
+        """Allocate the staging memory. numbers: of the layers in the checkpoint that the pool's states belong to."""
         self._layout = layout
-        shapes = {layer.number: layer.shape for layer in layout.layers}
-        paged = [number for number in numbers if isinstance(shapes[number], AttentionShape)]
+        shapes = {layer.number: layer.shape for layer in layout.layers if isinstance(layer.shape, AttentionShape)}
+        paged = list(dict.fromkeys(number for number in numbers if number in shapes))
         self._blocks = [
             (block.view(WORDS[block.itemsize]), _entries(block, shapes, paged)) for block in pool.page_blocks
         ]
@@ -198,12 +198,11 @@ def _token_bytes(shapes: Sequence[MixerShape], itemsize: int, kv: KvPlan | None)
     )
 
 
-def _entries(block: Tensor, shapes: dict[int, MixerShape], paged: Sequence[int]) -> list[tuple[int, Part]]:
+def _entries(block: Tensor, shapes: dict[int, AttentionShape], paged: Sequence[int]) -> list[tuple[int, Part]]:
     """Layer and part of each entry of a block: those of its sizes, in the order in which they were allocated."""
     found = []
     for number in paged:
         shape = shapes[number]
-        assert isinstance(shape, AttentionShape)
         if block.shape[3:] == (shape.num_kv_heads, shape.head_dim):
             found += [(number, Part.KEYS), (number, Part.VALUES)]
     return found

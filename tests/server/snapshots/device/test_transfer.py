@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rigs.packed_states import LayerArrays, LineArrays, SpanArrays, TokenArrays, pack
-from rigs.small_models import GATED_DELTA_NET, HYBRID, MAMBA2
+from rigs.small_models import FALCON, GATED_DELTA_NET, HYBRID, MAMBA2, NEMOTRON
 
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
@@ -25,6 +26,8 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[range, ...] | None]] = {
     "gated_delta_net": (GATED_DELTA_NET, None),
     "mamba2": (MAMBA2, None),
     "hybrid": (HYBRID, None),
+    "layers without a state": (NEMOTRON, None),
+    "two states in a layer": (FALCON, (range(1, 2), range(0, 1))),
     "spans in another order": (
         HYBRID | {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
         (range(2, 4), range(0, 2)),
@@ -90,15 +93,18 @@ def test_what_is_gathered_is_packed_and_comes_back(
     monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
     pool = filled_pool(model)
     layout, numbers = make_layout(model, pool), layer_numbers(model)
+    assert numbers == [layer.number for layer in layout.layers]
+    # The same states as layers that have one each.
+    plain = replace(layout, layers=tuple(replace(layer, number=i) for i, layer in enumerate(layout.layers)))
     spans = progress_of(position, len(model.spans))
     pages = np.array([5, 2, 7] if position > 32 else [5, 2], dtype=np.int32)
     lines = (2, 3)[: len(spans)]
     memory = gathered(model, pool, layout, spans, StatePlace(lines, pages))
-    span_of = {layer.number: layer.span for layer in layout.layers}
-    layers = dict(zip(numbers, pool.layers, strict=True))
+    span_of = {layer.number: layer.span for layer in plain.layers}
+    layers = dict(enumerate(pool.layers))
     before = {number: arrays(state, lines[span_of[number]], pages) for number, state in layers.items()}
     expected = np.full_like(memory, 0xDD)
-    pack(layout, layout.sections(spans), before, {0: SpanArrays(COMMITS)}, expected)
+    pack(plain, plain.sections(spans), before, {0: SpanArrays(COMMITS)}, expected)
     np.testing.assert_array_equal(memory, expected)
 
     new_pages = np.array([9, 1, 4], dtype=np.int32)[: len(pages)]
