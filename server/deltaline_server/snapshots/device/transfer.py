@@ -32,10 +32,14 @@ Commits = NDArray[np.int64]
 @dataclass(frozen=True)
 class StatePlace:
     """Where a state lies in the pool: the line of each span, NULL_LINE where none was begun, and its pages in order,
-    without those that went ahead."""
+    without those that went ahead. No lines: it is keys and values alone, which go ahead."""
 
     lines: tuple[int, ...]
     pages: NDArray[np.int32]
+
+    def layout(self, layout: StateLayout) -> StateLayout:
+        """What follows for the state that lies there, of the layout of whole ones."""
+        return layout if self.lines else layout.pages
 
 
 class StateTransfer:
@@ -66,30 +70,29 @@ class StateTransfer:
         commits: int64 [n, 3], those that are fixed, kept with span 0.
         """
         host = torch.from_numpy(memory)
-        for piece in self._plans.find(spans, place.lines).pieces:
+        for piece in self._plans.find(spans, place.lines).pieces if place.lines else ():
             if piece.has_gaps:
                 piece.staged.zero_()
             for run in piece.runs:
                 run.staged.copy_(run.lines[place.lines[run.span]])
             host[piece.begin : piece.end].copy_(piece.staged, non_blocking=True)
-        sections = [section for section in self._layout.sections(spans) if section.part not in LINE_PARTS]
+        found = place.layout(self._layout).sections(spans)
+        sections = [section for section in found if section.part not in LINE_PARTS]
         for section in sections:
             if section.part is Part.COMMITS:
                 section.view(memory).view(np.int64)[...] = commits
         self._gather_tokens(sections, place.pages, memory)
 
-    def gather_pages(self, spans: Sequence[SpanProgress], pages: NDArray[np.int32], memory: Bytes) -> None:
-        """The same of keys and values alone, which are to go ahead."""
-        self._gather_tokens(self._layout.pages.sections(spans), pages, memory)
-
-    def scatter_pages(self, spans: Sequence[SpanProgress], pages: NDArray[np.int32], memory: Bytes) -> None:
-        """Begin to put such keys and values into pages, as many as they need."""
-        self._scatter_tokens(self._layout.pages.sections(spans), pages, torch.from_numpy(memory))
-
     def scatter(self, spans: Sequence[SpanProgress], place: StatePlace, memory: Bytes) -> None:
         """Begin to put a state from its memory into the pool: into lines that nobody reads, of which what the state
         does not hold becomes zero, and pages, as many as its tokens need."""
-        host, plan = torch.from_numpy(memory), self._plans.find(spans, place.lines)
+        host = torch.from_numpy(memory)
+        if place.lines:
+            self._scatter_lines(spans, place, host)
+        self._scatter_tokens(place.layout(self._layout).sections(spans), place.pages, host)
+
+    def _scatter_lines(self, spans: Sequence[SpanProgress], place: StatePlace, host: Tensor) -> None:
+        plan = self._plans.find(spans, place.lines)
         for span, lines in plan.cleared:
             if place.lines[span] != NULL_LINE:
                 lines[place.lines[span]].zero_()
@@ -98,7 +101,6 @@ class StateTransfer:
             for run in piece.runs:
                 if place.lines[run.span] != NULL_LINE:
                     run.lines[place.lines[run.span]].copy_(run.staged)
-        self._scatter_tokens(self._layout.sections(spans), place.pages, host)
 
     def commits(self, spans: Sequence[SpanProgress], memory: Bytes) -> Commits:
         """The fixed commits of a state in memory, int64 [n, 3]."""

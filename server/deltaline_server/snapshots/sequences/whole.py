@@ -138,7 +138,9 @@ class WholeSequences:
         header, pages = self._header(id, slot, owner, spans, is_pages=True), self._pages(slot, spans, begin)
 
         async def copy_in(memory: Bytes) -> None:
-            await self._moves.copy(partial(self._moves.transfer.gather_pages, spans, pages, memory))
+            await self._moves.copy(
+                partial(self._moves.transfer.gather, spans, StatePlace((), pages), NO_COMMITS, memory)
+            )
 
         if not await self._host.store(header, copy_in):
             raise self._host.no_room(0)
@@ -223,8 +225,8 @@ class WholeSequences:
         spans, begin = header.spans, max(span.ahead for span in header.spans)
         with self._host.use(header.id) as memory:
             if memory is not None:  # else who wanted them has gone
-                work = partial(self._moves.transfer.scatter_pages, spans, self._pages(slot, spans, begin), memory)
-                await self._moves.copy(work)
+                place = StatePlace((), self._pages(slot, spans, begin))
+                await self._moves.copy(partial(self._moves.transfer.scatter, spans, place, memory))
 
     def end(self, slot: int) -> None:
         """Close a slot's sequence that was not opened."""
@@ -292,6 +294,7 @@ class WholeSequences:
 
 
 NO_LINES = np.zeros(0, dtype=np.int64)
+NO_COMMITS = np.zeros((0, 3), dtype=np.int64)
 
 
 def _progress(spans: Sequence[SpanProgress], commits: NDArray[np.int64]) -> WholeProgress:
