@@ -13,7 +13,9 @@ from rigs.small_models import HYBRID
 from rigs.until import until
 
 from deltaline.v1 import layer_service_pb2 as pb
+from deltaline_server.errors import Reason, RequestError
 from deltaline_server.moving import leaving
+from deltaline_server.moving.peers import Peer
 from deltaline_server.snapshots import exchange
 
 # Of the small model: keys and values of a page of 16 tokens.
@@ -25,12 +27,15 @@ def one_page_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "AHEAD_BYTES", 1)
 
 
-def paged(tmp_path: Path) -> Any:
-    return pair(tmp_path, HYBRID, page_size=16)
+def paged(tmp_path: Path, device: str = "cpu") -> Any:
+    return pair(tmp_path, HYBRID, device, page_size=16)
 
 
-async def test_it_is_stepped_meanwhile_and_goes_on_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with paged(tmp_path) as (source, target), Calls() as calls:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+async def test_it_is_stepped_meanwhile_and_goes_on_bit_by_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    async with paged(tmp_path, device) as (source, target), Calls() as calls:
         one, twin = await calls.open(source.address, 2)
         for each in (one, twin):
             await each.step(PREFILL, 100)
@@ -85,6 +90,27 @@ async def test_a_lease_that_is_made_longer_meanwhile_is_not_cut(
         assert not reasons(await calls.move([one], target.address))
         _, told = await one.state()
         assert told.lease_remaining_ms > 60_000
+
+
+async def test_an_answer_that_is_lost_behind_pages_is_asked_for_by_the_rest_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens, num_opened = Peer.open, list[Any]()
+
+    async def lost_once(peer: Peer, *asked: Any) -> Any:
+        num_opened.append(await opens(peer, *asked))
+        if len(num_opened) == 1:
+            raise RequestError(Reason.MOVE_FAILED, "injected")
+        return num_opened[-1]
+
+    monkeypatch.setattr(Peer, "open", lost_once)
+    async with paged(tmp_path) as (source, target), Calls() as calls:
+        [one] = await calls.open(source.address)
+        await one.step(PREFILL, 100)
+        assert not reasons(await calls.move([one], target.address))
+        assert num_opened[0] == num_opened[1] and target.runtime.table.num_open == 1
+        assert source.runtime.mover.bytes_ahead == 6 * (PAGE_BYTES + 4096), "they did not go again"
+        await one.step(DECODE)
 
 
 async def test_pages_that_take_too_long_end_the_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
