@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deltaline_bench.ranks.figures import Figures
-from deltaline_server.layers.norm import rms_norm
+from deltaline_kernels import rms_norm
 from deltaline_server.ranks.group import Group
 from deltaline_server.ranks.peer_memory import PeerMemory
 from deltaline_server.ranks.ways import Ranks

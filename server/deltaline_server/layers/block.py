@@ -2,8 +2,9 @@
 
 A block is one branch or two: norm, mixer, residual, norm, MLP, residual; or norm, mixer or MLP, residual. Layers
 compute on packed tokens, and follow the checkpoint's model in its dtypes: norms in fp32 and rounded once, residuals in
-the dtype that the config asks for. Everywhere `adapters` are the device's memory of adapters for a layer's projections,
-none on a server without adapters, and `tiles` the tokens of a batch that have adapters, None where none has.
+the dtype that the config asks for. A branch's sum is made where the next one begins (stack.py). Everywhere `adapters`
+are the device's memory of adapters for a layer's projections, none on a server without adapters, and `tiles` the tokens
+of a batch that have adapters, None where none has.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels import AdapterTiles, LoraWeights, Rows
+from deltaline_kernels import AdapterTiles, LoraWeights, Rows, add_rms_norm, rms_norm, silu_and_mul
 from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import MLP, MlpNames, Module, Packed, mlp_modules
 from deltaline_server.layers.experts import EXPERTS, ExpertNames, Experts, expert_tensors
-from deltaline_server.layers.norm import rms_norm
 from deltaline_server.layers.projection import load_projection, scaled
 from deltaline_server.layers.shapes import ExpertsShape
 from deltaline_server.ranks.ways import Ranks
@@ -73,8 +73,10 @@ class Residual:
             if self.ranks.joins(made):
                 return self.ranks.join(made, hidden, self.norm, self.eps, scale)
             made = self.ranks.sum(made)
-        hidden = hidden.add(made, alpha=scale)
-        return hidden, self.enter(hidden)
+        if self.norms_output:
+            hidden = hidden.add(made, alpha=scale)
+            return hidden, hidden.to(self.dtype)
+        return add_rms_norm(made, hidden, self.norm, self.eps, scale=scale)
 
     def compute(self, entering: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None) -> Tensor:
         """Return what is to be scaled and added, of ranks a summand; mutates the write lines of `state`."""
@@ -105,8 +107,9 @@ class Mlp:
         inner = self.gate_up(hidden, tiles)
         if self._activation is Activation.RELU2:
             return self.down(F.relu(inner).square(), tiles)
-        gate, up = inner.chunk(2, dim=-1)
-        return scaled(self.down(F.silu(scaled(gate, self._gate_scale)) * up, tiles), self._scale)
+        if self._gate_scale != 1.0:
+            inner.chunk(2, dim=-1)[0].mul_(self._gate_scale)
+        return scaled(self.down(silu_and_mul(inner), tiles), self._scale)
 
 
 @dataclass(frozen=True)

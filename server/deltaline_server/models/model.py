@@ -89,9 +89,9 @@ class Model:
     Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); ends (of each span: what a token
     is); hidden_size; dtype and numpy_dtype of hidden states; device; world_size (ranks that
     share it); shapes (of the layers' mixers on this rank, in the order of their states in a pool); block_sizes (the
-    self-test's arguments for what blocks have beside mixers: residual streams, experts); layout (of what adapters may
-    change); adapters (their places, None where there are none); paged_spans (those with attention layers, which keep
-    pages); left_out (what AUTO left to the orchestrator, and why, in one line; else empty).
+    self-test's arguments for what blocks have beside mixers: residual streams, MLPs, experts); layout (of what adapters
+    may change); adapters (their places, None where there are none); paged_spans (those with attention layers, which
+    keep pages); left_out (what AUTO left to the orchestrator, and why, in one line; else empty).
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class Model:
         self.device, self.world_size = placement.device, placement.world_size
         self.shapes = tuple(plan.shapes)
         self.block_sizes: dict[str, Any] = {"streams": plan.streams, "hidden": config.hidden_size}
+        self.block_sizes["mlp_dim"] = plan.loader.mlp_dim
         if plan.loader.experts is not None:
             self.block_sizes |= expert_test_sizes(plan.loader.experts)
         self.layout = plan.layout
