@@ -73,6 +73,18 @@ def norm(path: Path) -> Given:
     return {"o": draw(path, 3, 2, 8), "z": draw(path, 3, 2, 8), "weight": draw(path, 8), "eps": 1e-6}
 
 
+def routed(path: Path, router: Router, bias: Tensor | None = None) -> Given:
+    return {
+        "x": draw(path, 3, 16),
+        "logits": draw(path, 3, 8 + router.shared_gate),
+        "router": router,
+        "gate_up": draw(path, 8 + router.num_shared, 16, 16),
+        "down": draw(path, 8 + router.num_shared, 16, 8),
+        "bias": None if bias is None else bias.to(path.device),
+        "query_start_loc": ints(path, 0, 2),
+    }
+
+
 def hidden_norm(path: Path, **more: Any) -> Given:
     return {"x": draw(path, 3, 16), "weight": normal(16).to(path.device), "eps": 1e-6} | more
 
@@ -256,6 +268,10 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
             "bias": normal(8).to(path.device),
             "query_start_loc": ints(path, 0, 2),
         },
+    ],
+    "route_and_run_experts": [
+        lambda path: routed(path, Router(2, num_shared=1, shared_gate=True)),
+        lambda path: routed(path, Router(2, "sigmoid", num_groups=4, top_groups=2, num_shared=1), normal(8)),
     ],
     "run_experts": [lambda path: experts(path, 3), lambda path: experts(path, 70, "relu2")],
     "selective_state_update": [

@@ -18,6 +18,7 @@ from deltaline_kernels import (
     gated_rms_norm,
     group_tokens,
     rms_norm,
+    route_and_run_experts,
     route_tokens,
     run_experts,
     silu_and_mul,
@@ -84,6 +85,18 @@ class Path:
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str = "silu"
     ) -> Tensor:
         return run_experts(x, gate_up, down, weights, experts, activation)
+
+    def route_and_run(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        router: Router,
+        gate_up: Tensor,
+        down: Tensor,
+        bias: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
+    ) -> Tensor:
+        return route_and_run_experts(x, logits, router, gate_up, down, bias, query_start_loc)
 
 
 class InterpretedPath(Path):
@@ -179,4 +192,22 @@ class InterpretedPath(Path):
 
         out = torch.empty(x.shape, dtype=x.dtype)
         run_experts_triton(x, gate_up, down, weights, experts, out, gated=activation == "silu")
+        return out
+
+    def route_and_run(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        router: Router,
+        gate_up: Tensor,
+        down: Tensor,
+        bias: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
+    ) -> Tensor:
+        from deltaline_kernels.moe.launch import route_and_run_triton
+
+        weights, out = torch.full((len(x), router.num_choices), torch.nan), torch.empty(x.shape, dtype=x.dtype)
+        experts = torch.full(weights.shape, 99, dtype=torch.int32)
+        routed = bias, query_start_loc, weights, experts
+        route_and_run_triton(x, logits, router, gate_up, down, *routed, out, gated=True)
         return out
