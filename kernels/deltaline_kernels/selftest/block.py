@@ -21,7 +21,11 @@ def compare_block(fills: Fills, hidden: int, mlp_dim: int, dtype: torch.dtype) -
             total, y = add_rms_norm(x, residual, weight, EPS, scale=SCALE)
             want, _ = add_rms_norm_reference(x, residual, weight, EPS, scale=SCALE)
             # The norm is that of the sum as it was rounded.
-            yield f"residual, sum, {kind}", [total, y], [want, rms_norm_reference(total.to(dtype), weight, EPS)]
+            yield (
+                f"residual, sum in {kept}, {kind}",
+                [total, y],
+                [want, rms_norm_reference(total.to(dtype), weight, EPS)],
+            )
         if mlp_dim:
             gate_up = fill(NUM_TOKENS, 2 * mlp_dim).to(dtype)
             yield f"activation, {kind}", [silu_and_mul(gate_up)], [silu_and_mul_reference(gate_up)]
