@@ -1,7 +1,7 @@
 """Stacks: what a span computes, its layers one after the other.
 
-Without streams a layer adds to what it is given. With streams the end of a branch and the beginning of the next one,
-in the same layer or in the next, are one call of the kernels, norm included, whose launches overlap.
+The end of a branch and the beginning of the next one, in the same layer or in the next, are one call of the kernels:
+the sum of the residual, or its streams' mixture, and the norm behind it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,39 @@ from typing import Any
 from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, Rows, mhc_post, mhc_post_pre, mhc_pre
-from deltaline_server.layers.block import Layer
+from deltaline_server.layers.block import Block, Layer
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
 from deltaline_server.step import SpanShapes
 
 
-class PlainStack:
-    """Layers one after the other."""
+class MixerStack:
+    """A mixer alone."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self._layers = layers
+    def __init__(self, mixer: Layer) -> None:
+        self._mixer = mixer
+
+    def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
+        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the mixer's state, the only one."""
+        return self._mixer.forward(hidden, rows, states[0], tiles)
+
+
+class BlockStack:
+    """Layers whose branches are added to a residual."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        # Each branch with the place of its layer.
+        self._branches = [(i, branch) for i, block in enumerate(blocks) for branch in block.branches]
 
     def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the layers' states."""
-        for layer, state in zip(self._layers, states, strict=True):
-            hidden = layer.forward(hidden, rows, state, tiles)
-        return hidden
+        (layer, branch), *others = self._branches
+        residual = hidden.float() if branch.in_fp32 else hidden
+        made = branch.compute(branch.enter(residual), rows, states[layer], tiles)
+        for layer, following in others:
+            residual, entering = following.enter_behind(made, residual, branch.scale)
+            branch = following
+            made = branch.compute(entering, rows, states[layer], tiles)
+        return residual.add(made, alpha=branch.scale)
 
 
 class HyperStack:
@@ -68,15 +85,20 @@ class HyperStack:
         return residual.flatten(1) if self._head is None else self._head.join(residual)
 
 
-Stack = PlainStack | HyperStack
+Stack = MixerStack | BlockStack | HyperStack
 """What a span computes."""
 
 
 def make_stack(
-    layers: Sequence[Layer | HyperBlock], ends: SpanShapes, streams: int, load_head: Callable[[], HyperHead]
+    layers: Sequence[Layer | Block | HyperBlock], ends: SpanShapes, streams: int, load_head: Callable[[], HyperHead]
 ) -> Stack:
-    """Make the stack of a span's layers. streams: 0 where layers pass on `[T, hidden]`."""
-    if not streams:
-        return PlainStack([layer for layer in layers if not isinstance(layer, HyperBlock)])
-    head = None if ends.output_streams else load_head()
-    return HyperStack([layer for layer in layers if isinstance(layer, HyperBlock)], ends, streams, head)
+    """Make the stack of a span's layers, which are of one kind, and one where they are mixers. streams: 0 where layers
+    pass on `[T, hidden]`."""
+    blocks = [layer for layer in layers if isinstance(layer, Block)]
+    if blocks:
+        return BlockStack(blocks)
+    if streams:
+        head = None if ends.output_streams else load_head()
+        return HyperStack([layer for layer in layers if isinstance(layer, HyperBlock)], ends, streams, head)
+    [mixer] = [layer for layer in layers if not isinstance(layer, Block | HyperBlock)]
+    return MixerStack(mixer)
