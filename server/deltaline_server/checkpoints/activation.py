@@ -11,6 +11,8 @@ class Activation(StrEnum):
 
     SILU = "silu"
     """silu(gate) * up"""
+    GELU = "gelu"
+    """gelu(gate) * up"""
     RELU2 = "relu2"
     """relu(up) ** 2"""
 
