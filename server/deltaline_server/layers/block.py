@@ -97,7 +97,8 @@ class Mlp:
         if self._activation is Activation.RELU2:
             return self.down(F.relu(inner).square(), tiles)
         gate, up = inner.chunk(2, dim=-1)
-        return scaled(self.down(F.silu(scaled(gate, self._gate_scale)) * up, tiles), self._scale)
+        act = F.gelu if self._activation is Activation.GELU else F.silu
+        return scaled(self.down(act(scaled(gate, self._gate_scale)) * up, tiles), self._scale)
 
 
 class Block:

@@ -20,15 +20,15 @@ class Parallel:
     """A Mamba2 and an attention mixer that have the same input, and whose outputs are added."""
 
     def __init__(self, mamba2: Mamba2, attention: Attention) -> None:
-        self._mamba2, self._attention = mamba2, attention
+        self.mamba2, self.attention = mamba2, attention
 
     def forward(
         self, hidden: Tensor, rows: Rows, state: tuple[LayerState, KvState], tiles: AdapterTiles | None = None
     ) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of both states."""
         lines, pages = state
-        made = self._mamba2.forward(hidden, rows, lines, tiles)
-        return made.add_(self._attention.forward(hidden, rows, pages, tiles))
+        made = self.mamba2.forward(hidden, rows, lines, tiles)
+        return made.add_(self.attention.forward(hidden, rows, pages, tiles))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from deltaline_kernels import AdapterTiles, Rows, mhc_post, mhc_post_pre, mhc_pre
 from deltaline_server.layers.block import Layer
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
+from deltaline_server.layers.shared_block import SharedBlock
 from deltaline_server.step import SpanShapes
 
 
@@ -27,6 +28,23 @@ class PlainStack:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the layers' states."""
         for layer, state in zip(self._layers, states, strict=True):
             hidden = layer.forward(hidden, rows, state, tiles)
+        return hidden
+
+
+class EmbeddingStack:
+    """Layers some of which take beside their input what the first one was given: the embeddings."""
+
+    def __init__(self, layers: Sequence[Layer | SharedBlock]) -> None:
+        self._layers = layers
+
+    def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
+        """Compute `[T, hidden]` from embeddings `[T, hidden]`; mutates the write lines of the layers' states."""
+        embeddings = hidden
+        for layer, state in zip(self._layers, states, strict=True):
+            if isinstance(layer, SharedBlock):
+                hidden = layer.join(hidden, embeddings, rows, state, tiles)
+            else:
+                hidden = layer.forward(hidden, rows, state, tiles)
         return hidden
 
 
@@ -68,15 +86,20 @@ class HyperStack:
         return residual.flatten(1) if self._head is None else self._head.join(residual)
 
 
-Stack = PlainStack | HyperStack
+Stack = PlainStack | EmbeddingStack | HyperStack
 """What a span computes."""
 
 
 def make_stack(
-    layers: Sequence[Layer | HyperBlock], ends: SpanShapes, streams: int, load_head: Callable[[], HyperHead]
+    layers: Sequence[Layer | HyperBlock | SharedBlock],
+    ends: SpanShapes,
+    streams: int,
+    load_head: Callable[[], HyperHead],
 ) -> Stack:
     """Make the stack of a span's layers. streams: 0 where layers pass on `[T, hidden]`."""
+    if any(isinstance(layer, SharedBlock) for layer in layers):
+        return EmbeddingStack([layer for layer in layers if not isinstance(layer, HyperBlock)])
     if not streams:
-        return PlainStack([layer for layer in layers if not isinstance(layer, HyperBlock)])
+        return PlainStack([layer for layer in layers if not isinstance(layer, HyperBlock | SharedBlock)])
     head = None if ends.output_streams else load_head()
     return HyperStack([layer for layer in layers if isinstance(layer, HyperBlock)], ends, streams, head)

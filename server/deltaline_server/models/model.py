@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels import LoraWeights, Rows, group_tokens, spread_slots
-from deltaline_server.checkpoints.checkpoint import Checkpoint
+from deltaline_server.checkpoints.checkpoint import Checkpoint, TensorSource
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.fingerprint import HashedTensors, fingerprint
 from deltaline_server.checkpoints.modules import Packed, Placement
@@ -24,6 +24,7 @@ from deltaline_server.layers.block import Layer
 from deltaline_server.layers.experts import expert_test_sizes
 from deltaline_server.layers.hyper_connection import HyperBlock
 from deltaline_server.layers.shapes import AttentionShape, MixerShape
+from deltaline_server.layers.shared_block import SharedBlock
 from deltaline_server.layers.stack import Stack, make_stack
 from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_state
 from deltaline_server.layers.streams import StreamEnds, span_ends
@@ -204,7 +205,7 @@ def _load(plan: ModelPlan, options: ModelOptions, report: Callable[[int, int], o
     """Load the planned layers. Raises RuntimeError where there is no room."""
     requested = options.adapters
     store = None if requested is None else AdapterStore(plan.layout, requested.num_places, requested.max_rank)
-    layers: dict[int, Layer | HyperBlock] = {}
+    layers: dict[int, Layer | HyperBlock | SharedBlock] = {}
     for number in plan.layers:
         report(len(layers), len(plan.layers))
         adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
@@ -309,7 +310,11 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
         dtype = options.dtype or getattr(torch, config.dtype or "float32")
         placement = Placement(_with_index(device), dtype, options.rank, options.world_size, options.ranks)
         hashed = HashedTensors(checkpoint) if hashes and checkpoint is not None else None
-        source = hashed or checkpoint or random_init(config, layers, options.scope, options.seed, placement.device)
+        source: TensorSource = (
+            hashed or checkpoint or random_init(config, layers, options.scope, options.seed, placement.device)
+        )
+        if checkpoint is not None and config.shared_blocks is not None:
+            source = config.shared_blocks.of(source, config.layers)
         loader = LayerLoader(source, config, layers, options.scope, placement)
         streams = config.streams if options.scope is Scope.BLOCK else None
         token = SpanShapes(config.hidden_size, dtype.itemsize)
@@ -329,7 +334,8 @@ def _choose_spans(config: ModelConfig, options: ModelOptions) -> tuple[tuple[ran
         raise ModelError(f"--layers: expected a range inside {spans_text(every)}, got {spans_text(served)}")
     if not isinstance(options.spans, Auto):
         spans = check_spans(options.spans, served, options.scope)
-        layer_kinds(config, itertools.chain(*spans), options.scope)
+        for span in spans:
+            layer_kinds(config, span, options.scope, first=span.start)
         return spans, ""
     spans = auto_spans(config, served, options.scope)
     left = left_out(config, served, options.scope)
