@@ -13,8 +13,8 @@ from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, Rows, mhc_post, mhc_post_pre, mhc_pre
 from deltaline_server.layers.block import Layer
+from deltaline_server.layers.hybrid import SharedBlock
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
-from deltaline_server.layers.shared_block import SharedBlock
 from deltaline_server.step import SpanShapes
 
 

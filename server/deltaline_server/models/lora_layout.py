@@ -9,7 +9,7 @@ from enum import StrEnum
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.errors import shown
-from deltaline_server.layers import shared_block
+from deltaline_server.layers import hybrid
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
@@ -126,7 +126,7 @@ class AdapterLayout:
         if not 0 <= tensor.layer < len(self._config.layers):
             raise _no_match(name)
         layer = self._config.layers[tensor.layer]
-        if layer.mixer is MixerKind.MAMBA2_BEHIND_ATTENTION and not tensor.module.startswith(shared_block.MAMBA2):
+        if layer.mixer is MixerKind.MAMBA2_BEHIND_ATTENTION and not tensor.module.startswith(hybrid.MAMBA2):
             raise ModelError(f"{shown(name)}: expected no tensor of a shared block, which takes no adapters")
         mixer = {} if layer.mixer is None else self._mixers.get(layer.mixer)
         if mixer is None and tensor.module in ATTENTION_MODULES:

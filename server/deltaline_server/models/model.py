@@ -22,9 +22,9 @@ from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.random_tensors import ALGORITHM
 from deltaline_server.layers.block import Layer
 from deltaline_server.layers.experts import expert_test_sizes
+from deltaline_server.layers.hybrid import SharedBlock
 from deltaline_server.layers.hyper_connection import HyperBlock
 from deltaline_server.layers.shapes import AttentionShape, MixerShape
-from deltaline_server.layers.shared_block import SharedBlock
 from deltaline_server.layers.stack import Stack, make_stack
 from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_state
 from deltaline_server.layers.streams import StreamEnds, span_ends

@@ -18,14 +18,14 @@ from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.checkpoints.random_tensors import RandomTensors
 from deltaline_server.checkpoints.respelled import RespelledTensors
-from deltaline_server.layers import shared_block
+from deltaline_server.layers import hybrid
 from deltaline_server.layers.attention import AttentionFamily
 from deltaline_server.layers.block import Blocks, Layer
 from deltaline_server.layers.experts import one_by_one
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
+from deltaline_server.layers.hybrid import ParallelFamily, SharedBlock, SharedBlockFamily
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
 from deltaline_server.layers.mamba2 import Mamba2Family
-from deltaline_server.layers.parallel import ParallelFamily
 from deltaline_server.layers.shapes import (
     AttentionShape,
     ExpertsShape,
@@ -33,7 +33,6 @@ from deltaline_server.layers.shapes import (
     Mamba2Shape,
     MixerShape,
 )
-from deltaline_server.layers.shared_block import SharedBlock, SharedBlockFamily
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.mixer_keys import AttentionKeys, GatedDeltaNetKeys, Mamba2Keys, MambaSsmKeys
 from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
@@ -55,9 +54,9 @@ def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
         assert isinstance(mamba2, Mamba2Family) and isinstance(attention, AttentionFamily)
         attention = replace(attention, packed=(Packed.ATTENTION_IN, Packed.ATTENTION_OUT))
         if kind is MixerKind.MAMBA2_BEHIND_ATTENTION:
-            mamba2 = replace(mamba2, name=shared_block.MAMBA2)
+            mamba2 = replace(mamba2, name=hybrid.MAMBA2)
             inputs = 2 * config.hidden_size
-            attention = replace(attention, name=shared_block.ATTENTION, input_size=inputs, takes_adapters=False)
+            attention = replace(attention, name=hybrid.ATTENTION, input_size=inputs, takes_adapters=False)
         return ParallelFamily(mamba2, attention)
     shape, keys = config.shapes[kind], config.family.mixers[kind]
     hidden, eps = config.hidden_size, config.rms_norm_eps
