@@ -41,8 +41,10 @@ from deltaline_server.front.state_service import StateService
 from deltaline_server.front.trust.principals import open_principals
 from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.front.trust.tls import Tls
+from deltaline_server.front.trust.turns import Turns
 from deltaline_server.log import Progress, event, told
 from deltaline_server.ports import PortError, bind_grpc, bind_http, bind_link, open_tls, ways_in
+from deltaline_server.ranks.place import Place
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
 from deltaline_server.telemetry.audit import AuditError, open_audit
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing
@@ -72,8 +74,11 @@ class Server:
     metrics_port (0 when there is none) as bound, address of gRPC, identity, link, principals, runtime, metrics.
     """
 
-    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.config = config
+    def __init__(
+        self, config: Config, place: Place | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """place: rank 0's among the ranks of the server, None where there are none."""
+        self.config, self._place = config, place
         self.port = self.metrics_port = 0
         self.address = ""
         self._clock = clock
@@ -114,9 +119,16 @@ class Server:
             num_connections = connections(num_ports, MAX_CONNECTIONS if config.metrics_port >= 0 else 0)
         except (AuditError, DescriptorError) as error:
             raise StartError(str(error)) from error
-        self._refusals = Refusals(self._clock)
+        self._refusals, self._turns = Refusals(self._clock), Turns(self._clock)
         interceptor = Interceptor(
-            self.metrics, self.principals, self._tracing, self.gate, self._audit, self._refusals, self.identity
+            self.metrics,
+            self.principals,
+            self._tracing,
+            self.gate,
+            self._audit,
+            self._refusals,
+            self.identity,
+            self._turns,
         )
         options = grpc_options(self._message_bytes, connections=num_connections, max_age_s=config.max_age_s)
         self._server = grpc.aio.server(interceptors=[interceptor], options=options)
@@ -200,11 +212,17 @@ class Server:
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
         self.runtime.scheduler.halt()
         self._layer_service.close()
-        await self._state_service.close()
-        await self.runtime.close()
+        # What waits for a rank that is gone waits for ever.
+        limit_s = STOP_GRACE_S if self._place is not None and self.runtime.engine.failed() else None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._free(), limit_s)
         await self._close_telemetry()
         gc.unfreeze()  # or what the server had would stay for as long as the process does
         event(_log, "stopped")
+
+    async def _free(self) -> None:
+        await self._state_service.close()
+        await self.runtime.close()
 
     def _listen(self) -> None:
         """Bind everything that calls come by. Raises StartError."""
@@ -229,7 +247,9 @@ class Server:
         )
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
         observer = self.metrics if self._tracing is None else self._tracing.observer(self.metrics)
-        building = asyncio.to_thread(Runtime.build, config, observer, self._clock, call_soon, progress.report)
+        building = asyncio.to_thread(
+            Runtime.build, config, observer, self._clock, call_soon, progress.report, self._place
+        )
         runtime = await told(building, _log, "still loading", layers=progress)
         model, pool = runtime.model, runtime.pool
         event(
@@ -280,6 +300,7 @@ class Server:
             observer=self.metrics,
             principals=self.principals,
             refusals=self._refusals,
+            turns=self._turns,
             clock=self._clock,
             tracing=self._tracing,
             states=runtime.states,

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
@@ -22,28 +21,27 @@ from deltaline_server import __version__
 from deltaline_server.adapters.adapters import Adapters
 from deltaline_server.adapters.copier import CallSoon
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.computing import Computing, make_limits, spare_lines_of
 from deltaline_server.config import Config
 from deltaline_server.engine.engine import Engine
-from deltaline_server.engine.executor import CpuExecutor, Executor, Report
+from deltaline_server.engine.executor import Executor, Report
 from deltaline_server.front.reply_bytes import most_step_bytes
 from deltaline_server.front.requests import Served
-from deltaline_server.layers.state_pool import StateOptions, StatePool
-from deltaline_server.layers.streams import StreamEnds
+from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.memory.pinning import CudaPinning
 from deltaline_server.memory.regions import Regions
 from deltaline_server.models.config import Scope
-from deltaline_server.models.kernel_check import check_kernels
-from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
-from deltaline_server.models.servable import Auto
+from deltaline_server.models.model import Model
 from deltaline_server.moving.drain import Drain
 from deltaline_server.moving.mover import Mover
+from deltaline_server.ranks.place import Place
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots import layout
 from deltaline_server.snapshots.moves import STORED_LIMIT
 from deltaline_server.snapshots.states import States
 from deltaline_server.snapshots.tiers import Tiers
-from deltaline_server.step import WAYPOINT_TOKENS, Limits
+from deltaline_server.step import WAYPOINT_TOKENS
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.captured.waypoints import WaypointTable
@@ -57,8 +55,6 @@ from deltaline_server.tables.sequences import SequenceTable
 MAX_STEPS_IN_FLIGHT = 8
 # How often leases are checked, seconds.
 LEASE_TICK_S = 1.0
-# Long rows of a batch. Each has to be large for its kernels to be fast.
-MAX_LONG_ROWS = 8
 _VERSIONED = ("torch", "triton", "grpcio", "protobuf", "numpy")
 
 
@@ -91,28 +87,20 @@ class Runtime:
         clock: Callable[[], float],
         call_soon: CallSoon,
         report: Callable[[int, int], object] = lambda done, total: None,
+        place: Place | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> Runtime:
-        """Load the model, test the kernels on its device and allocate its state. Raises: ModelError.
+        """Load the model, test the kernels on its device and allocate its state. Raises ModelError; LostRankError.
 
         clock: monotonic seconds. wall_clock: seconds since 1970. call_soon: runs calls on the event loop's thread, from
-        any. report: told how many layers are loaded, of how many.
+        any. report: told how many layers are loaded, of how many. place: rank 0's among the ranks of a server, None
+        where there are none.
         """
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        loaded = model_options(config)
-        check_adapter_memory(loaded)
-        model = load_model(loaded, report)
-        options = state_options(config)
-        if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
-            for shape in dict.fromkeys(model.shapes):
-                check_kernels(model.device, model.dtype, shape, options, model.block_sizes)
-        pool = model.make_pool(options)
-        limits = make_limits(config)
-        executor = make_executor(model, pool, limits)
+        computing = Computing.load(config, place, report)
+        model, pool, executor, limits = computing.model, computing.pool, computing.executor, computing.limits
         engine = Engine(executor, model.device)
         num_spans = len(model.spans)
-        adapters = Adapters.build(config, model, loaded, clock, call_soon)
+        adapters = Adapters.build(config, model, computing.options, clock, call_soon, computing.adapter_way)
         table = SequenceTable(
             lines=line_pool(config, model, pool, engine),
             ledger=StepLedger(num_spans, config.max_sequences, MAX_STEPS_IN_FLIGHT),
@@ -149,7 +137,7 @@ class Runtime:
         pinning = CudaPinning(model.device) if model.device.type == "cuda" else None
         regions, link_regions = make_regions(config, clock, pinning)
         tiers = Tiers.open(config, model, pool, pinning)
-        moves = tiers.moves(model, pool, engine.transfer, snapshots, capture, table.adapters)
+        moves = tiers.moves(model, pool, engine.transfer, snapshots, capture, table.adapters, computing.shared)
         exchange = tiers.exchange(model, pool, moves, snapshots, table.adapters)
         wholes = tiers.wholes(model, moves, table, engine.place_pages, scheduler.reserve_replies)
         states = States(
@@ -182,9 +170,10 @@ class Runtime:
 
     @property
     def device_name(self) -> str:
-        """For example "cpu" or "NVIDIA H200"."""
-        device = self.model.device
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        """For example "cpu" or "NVIDIA H200"; "2 x NVIDIA H200" where ranks share the model."""
+        device, count = self.model.device, self.model.world_size
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return name if count == 1 else f"{count} x {name}"
 
     async def prepare(self, report: Report) -> None:
         """Let the started engine compile kernels, allocate and capture graphs, so that no batch has to; write no line.
@@ -290,15 +279,6 @@ def make_regions(config: Config, clock: Callable[[], float], pinning: CudaPinnin
     return regions, link_regions
 
 
-def make_executor(model: Model, pool: StatePool, limits: Limits) -> Executor:
-    """Make what computes batches within the limits on the model's device."""
-    if model.device.type == "cpu":
-        return CpuExecutor(model, pool)
-    from deltaline_server.engine.cuda_executor import CudaExecutor  # it needs triton, which is installed on Linux alone
-
-    return CudaExecutor(model, pool, limits)
-
-
 def line_pool(config: Config, model: Model, pool: StatePool, engine: Engine) -> LinePool:
     """What hands out the lines of a pool, and their pages."""
     snapshot_lines, spare_lines = config.snapshot_lines_beside(config.max_sequences), spare_lines_of(config)
@@ -317,71 +297,6 @@ def page_pool(model: Model, pool: StatePool) -> PagePool | None:
         num_lines=pool.num_lines,
         spans=model.paged_spans,
     )
-
-
-def check_adapter_memory(options: ModelOptions) -> None:
-    """Raise ModelError unless a GPU has room for the adapters; allocate nothing."""
-    if options.adapters is not None and options.device.type == "cuda":
-        needed, (free, _) = check_model(options), torch.cuda.mem_get_info(options.device)
-        if needed > free:
-            raise ModelError(f"--adapter-slots, --max-adapter-rank: expected at most {free} bytes, got {needed}")
-
-
-def check(config: Config) -> None:
-    """Judge the model's files and its state's size as `Runtime.build` does; allocate nothing. Raises ModelError."""
-    check_model(model_options(config), state_options(config))
-
-
-def make_limits(config: Config) -> Limits:
-    """The bounds of requests, of the queue and of batches."""
-    return Limits(
-        max_sequences=config.max_sequences,
-        max_draft_tokens=config.max_draft_tokens,
-        max_lease_ms=config.max_lease_ms,
-        inline_limit_bytes=config.inline_limit_bytes,
-        queue_rows=config.queue_rows,
-        queue_bytes=config.queue_bytes,
-        chunk_tokens=config.chunk_tokens,
-        short_rows=min(config.batch_rows, config.max_sequences),
-        long_rows=min(MAX_LONG_ROWS, config.max_sequences),
-    )
-
-
-def model_options(config: Config) -> ModelOptions:
-    """What the model module is asked to load. Raises ModelError when there is no such device."""
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ModelError("--device: expected a CUDA device, found none")
-    return ModelOptions(
-        device=torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu"),
-        model=None if config.model is None else Path(config.model),
-        random_init=None if config.random_init is None else Path(config.random_init),
-        seed=config.seed,
-        layers=config.layer_range,
-        spans=Auto.AUTO if config.finds_spans else config.span_ranges,
-        scope=Scope(config.scope),
-        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
-        adapters=AdapterOptions(config.adapter_slots, config.max_adapter_rank) if config.adapter_bytes else None,
-        max_context=config.max_context,
-        stream_ends=StreamEnds(config.stream_ends),
-    )
-
-
-def state_options(config: Config) -> StateOptions:
-    """How much state the model is given."""
-    return StateOptions(
-        num_lines=config.max_sequences,
-        snapshot_lines=config.snapshot_lines_beside(config.max_sequences) + spare_lines_of(config),
-        max_draft=config.max_draft_tokens,
-        state_dtype=getattr(torch, config.state_dtype),
-        limit_bytes=config.state_bytes,
-        page_size=config.page_size,
-    )
-
-
-def spare_lines_of(config: Config) -> int:
-    """Lines that stand in for those of snapshots which are being copied to host memory, one at a time."""
-    return int(config.host_state_bytes > 0)
 
 
 def _wire_dtype(dtype: torch.dtype) -> tensor_pb2.DataType.ValueType:

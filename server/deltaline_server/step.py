@@ -337,15 +337,15 @@ class StepBatch:
 
     control int32 [7, N + 1]: query_start_loc, read_line, write_line, num_committed, num_replayed, draft_half, position
     (the layout of deltaline_kernels.Rows); a row whose lines are -1 is padding, which nobody wants. hidden: buffers
-    [tokens, width] of one dtype, at least one, that follow one another in row order; they stay where the requests have
-    them. wanted int64 [rows]: packed tokens whose outputs go back, None for all. into: memory of clients where the
-    outputs of each buffer are to be in the end [rows, width], empty unless all have such a place; an engine that can
-    write there saves a copy. copied_bytes: of what crosses between host and device, what is not in shared memory.
-    adapter_places int32 [N]: where each row's adapter is on the device, -1 for none; None when no row has one.
-    new_pages int32 [3, n]: line, place and page of those that begin within the rows' tokens, so that the device knows
-    each before it needs it; None where the span's layers have none. waypoints int32 [3, n]: rows that are not short,
-    multiples of WAYPOINT_TOKENS tokens of each, and the lines to which the layers write what the row is there; None for
-    none.
+    [tokens, width] of one dtype, at least one but on ranks other than 0, that follow one another in row order; they
+    stay where the requests have them. wanted int64 [rows]: packed tokens whose outputs go back, None for all. into:
+    memory of clients where the outputs of each buffer are to be in the end [rows, width], empty unless all have such a
+    place; an engine that can write there saves a copy. copied_bytes: of what crosses between host and device, what is
+    not in shared memory. adapter_places int32 [N]: where each row's adapter is on the device, -1 for none; None when no
+    row has one. new_pages int32 [3, n]: line, place and page of those that begin within the rows' tokens, so that the
+    device knows each before it needs it; None where the span's layers have none. waypoints int32 [3, n]: rows that are
+    not short, multiples of WAYPOINT_TOKENS tokens of each, and the lines to which the layers write what the row is
+    there; None for none.
     """
 
     span: int
@@ -371,7 +371,7 @@ class BatchResult:
 
     hidden [wanted, width] in the batch's dtype; is_placed: it is empty, all outputs lie in the batch's `into`. finite
     bool [N]: False where an output of the row (wanted or not) is not finite, so that its state can't be trusted.
-    failed: the computation raised; nothing of the batch's state can be trusted and hidden is empty.
+    failed: the computation raised; nothing of the batch's state can be trusted and hidden is empty. is_lost: nor any.
     """
 
     hidden: NDArray[Any]
@@ -380,6 +380,7 @@ class BatchResult:
     compute_s: float = 0.0
     copy_out_s: float = 0.0
     failed: bool = False
+    is_lost: bool = False
     is_placed: bool = False
 
 

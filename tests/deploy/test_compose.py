@@ -12,8 +12,8 @@ import yaml
 from rigs.image import ROOT, stages
 
 from deltaline_server import app
+from deltaline_server.computing import check
 from deltaline_server.config import Config, unknown_variables
-from deltaline_server.runtime import check
 
 FOLDER = ROOT / "deploy" / "compose"
 COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text(encoding="utf-8"))

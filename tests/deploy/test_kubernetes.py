@@ -14,19 +14,21 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 from rigs.dashboards import metrics_of
 from rigs.image import ROOT, stages
+from torch.distributed.run import get_args_parser
 
 from deltaline_cli import drain
 from deltaline_cli.address import add_server
 from deltaline_server import app
+from deltaline_server.computing import check
 from deltaline_server.config import Config, unknown_variables
 from deltaline_server.front import layer_service
 from deltaline_server.moving.peers import REACH_S
 from deltaline_server.moving.records import MAX_BYTES
-from deltaline_server.runtime import check
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
@@ -156,6 +158,51 @@ def test_volumes_of_states_are_an_option_and_outlive_the_pods(tmp_path: Path) ->
     assert claim["spec"]["resources"]["requests"]["storage"] == "10Gi"
     assert config.state_dir_bytes + MAX_BYTES < 10 << 30
     assert spec["template"]["spec"]["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
+def test_several_gpus_of_a_pod_are_as_many_ranks(tmp_path: Path) -> None:
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(FOLDER / "overlays" / "gpu", tmp_path)],
+        "components": [os.path.relpath(FOLDER / "components" / "gpus", tmp_path)],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    [container] = render(tmp_path)["StatefulSet", "deltaline"]["spec"]["template"]["spec"]["containers"]
+    config = Config.parse(["--model", "/model"], environment_of(container))
+    assert str(config.tensor_parallel) == container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+
+
+def test_a_group_over_hosts_is_one_server(tmp_path: Path) -> None:
+    """What LeaderWorkerSet makes pods of are pods that Kubernetes takes, and torchrun and the server what they say."""
+    made = render(FOLDER / "leaderworkerset")
+    template = made["LeaderWorkerSet", "deltaline"]["spec"]["leaderWorkerTemplate"]
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
+    told = {"LWS_GROUP_SIZE": str(template["size"]), "LWS_LEADER_ADDRESS": "deltaline-0.deltaline"}
+    selector = made["Service", "deltaline-group"]["spec"]["selector"].items()
+    inside = made["NetworkPolicy", "deltaline-group"]["spec"]["podSelector"]["matchLabels"].items()
+    for rank, kind in enumerate(("leaderTemplate", "workerTemplate")):
+        pod, told["LWS_WORKER_INDEX"] = template[kind], str(rank)
+        as_pod = {"apiVersion": "v1", "kind": "Pod", **pod}
+        kubernetes_validate.validate(as_pod, kubernetes_validate.latest_version(), strict=True)
+        [container] = pod["spec"]["containers"]
+        words = [re.sub(r"\$\((\w+)\)", lambda named: told[named[1]], one) for one in container["command"]]
+        assert words[:3] == ["python", "-m", "torch.distributed.run"]
+        started = get_args_parser().parse_args(words[3:])
+        assert (started.nnodes, started.node_rank, started.module, started.training_script) == (
+            "2",
+            rank,
+            True,
+            "deltaline_server",
+        )
+        assert started.nproc_per_node == container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+        config = Config.parse(container["args"], {})
+        assert (config.tensor_parallel, config.host) == (1, "0.0.0.0")  # WORLD_SIZE says how many ranks there are
+        # torchrun gives its processes 30 s.
+        assert config.drain_timeout_s + app.STOP_GRACE_S < 30 < pod["spec"]["terminationGracePeriodSeconds"]
+        labels = pod["metadata"]["labels"].items()
+        assert inside <= labels and (selector <= labels) == (rank == 0)
+        assert ("readinessProbe" in container) == (rank == 0)
 
 
 def test_the_pod_runs_as_the_image_does_and_without_rights(container: dict[str, Any], pod: dict[str, Any]) -> None:

@@ -130,6 +130,16 @@ def test_selftest_names_the_wrong_family(
     assert failed == {family}
 
 
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part draws numbers of its own."""
+    sizes: dict[str, Any] = {"router": Router(2), "num_experts": 16, "streams": 2}
+    alone = run_selftest("cpu", torch.bfloat16, **sizes)
+    monkeypatch.setitem(selftest.THREADS, "cpu", 4)
+    beside = [run_selftest("cpu", torch.bfloat16, **sizes) for _ in range(3)]
+    assert beside == [alone] * 3
+    assert len({check.name for check in alone}) == len(alone)
+
+
 @pytest.mark.parametrize(("name", "part"), [("route_tokens", "routes"), ("run_experts", "experts")])
 def test_selftest_names_wrong_experts(monkeypatch: pytest.MonkeyPatch, name: str, part: str) -> None:
     right = getattr(moe_selftest, name)

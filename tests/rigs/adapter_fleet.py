@@ -23,10 +23,10 @@ from deltaline_client._transport.flow import Server
 from deltaline_server.adapters.files import AdapterPlan
 from deltaline_server.adapters.peft_config import AdapterConfig
 from deltaline_server.checkpoints.tensor_file import MemoryBytes, TensorFile
+from deltaline_server.computing import model_options
 from deltaline_server.config import Config
 from deltaline_server.models.config import ModelConfig
 from deltaline_server.models.model import AdapterOptions, load_model
-from deltaline_server.runtime import model_options
 
 MAX_RANK = 4
 PIECE = 1 << 16

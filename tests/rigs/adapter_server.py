@@ -67,7 +67,7 @@ class Parts:
         self.adapters = Adapters(self.registry, self.loader, ExitStack())
 
     @contextmanager
-    def open_base(self) -> Iterator[LayerLoader]:
+    def open_base(self, rank: int) -> Iterator[LayerLoader]:
         if not self.can_read_base:
             raise ModelError("model.safetensors: can't be read")
         yield LayerLoader(self.base, NEXT, (0, 1), Scope.BLOCK, PLACEMENT)

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 
 TIMEOUT_S = 120.0
 

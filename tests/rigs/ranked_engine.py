@@ -17,9 +17,9 @@ from rigs.ranked_layers import adapt
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import CpuExecutor, Executor
 from deltaline_server.engine.rank_executor import LeadingExecutor, follow
-from deltaline_server.layers.state_pool import StateOptions
+from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, load_model
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks, Ways
 from deltaline_server.step import BatchResult, StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 
@@ -32,7 +32,7 @@ class RankedEngine:
     """An engine whose batches are waited for; every span gets the same ones."""
 
     def __init__(self, engine: Engine, widths: Sequence[int]) -> None:
-        self.engine, self._widths = engine, widths
+        self.engine, self.widths = engine, widths
         self._source = np.random.default_rng(0)
 
     def run(
@@ -51,7 +51,7 @@ class RankedEngine:
             control[1:, row] = fields
         num_short = next((i for i, n in enumerate(lengths) if n > MAX_DRAFT), len(rows))
         made = []
-        for span, width in enumerate(self._widths):
+        for span, width in enumerate(self.widths):
             hidden = self._source.standard_normal((int(control[0, -1]), width)).astype(np.float32)
             pieces = tuple(np.split(hidden, [1]))
             batch = StepBatch(
@@ -72,17 +72,33 @@ class RankedEngine:
         return made
 
 
-def drive(ranks: Ranks | None, config: Path) -> list[NDArray[Any]]:
-    """Compute batches and change state between them; the outputs, which rank 0 has, or the one process."""
-    model, executor = _load(ranks, config)
-    if ranks is not None:
-        if ranks.rank > 0:
-            follow(model, executor, ranks)
-            return []
-        executor = LeadingExecutor(executor, ranks)
+def open_engine(model: Model, executor: Executor) -> RankedEngine:
+    """An engine that is ready."""
     opened = RankedEngine(Engine(executor, model.device), [end.input_width for end in model.ends])
     opened.engine.start()
     opened.engine.prepare(lambda done, total: None).result(WAIT_S)
+    return opened
+
+
+def no_copy(told: object) -> None:
+    """What a rank does of a transfer where none is told of."""
+    raise AssertionError("no state is copied")
+
+
+def no_loss() -> None:
+    """What a rank does when rank 0 is gone; its own thread learns of it as well."""
+
+
+def drive(ranks: Ranks | None, config: Path) -> list[NDArray[Any]]:
+    """Compute batches and change state between them; the outputs, which rank 0 has, or the one process."""
+    model, _, executor = load(ranks, config)
+    if ranks is not None:
+        ways = Ways.open(ranks)
+        if ranks.rank > 0:
+            follow(executor, ways, no_copy, no_loss)
+            return []
+        executor = LeadingExecutor(executor, ways)
+    opened = open_engine(model, executor)
     made = opened.run(
         # Length; read, write, committed, replayed, half, position. Line 3 gets what line 1 is behind 64 tokens.
         [(3, 0, 2, 3, 0, 0, 0), (70, 0, 1, 70, 0, 0, 0)],
@@ -96,9 +112,6 @@ def drive(ranks: Ranks | None, config: Path) -> list[NDArray[Any]]:
         [(4, 1, 1, 0, 0, 0, 70), (1, 2, 2, 1, 0, 0, 3), (1, 3, 3, 1, 0, 0, 64)],
         new_pages=np.array([[3], [1], [6]], dtype=np.int32),
     )
-    if ranks is not None:  # each has a share of a state: that is said, and no batch suffers
-        refusal = opened.engine.transfer(lambda: None).exception(WAIT_S)
-        assert isinstance(refusal, NotImplementedError)
     opened.engine.zero_lines(np.array([2]))
     made += opened.run(
         [(1, 1, 1, 1, 2, 1, 72), (1, 2, 2, 1, 0, 0, 0)], new_pages=np.array([[2], [0], [4]], dtype=np.int32)
@@ -109,24 +122,25 @@ def drive(ranks: Ranks | None, config: Path) -> list[NDArray[Any]]:
 
 def idle(ranks: Ranks, config: Path, seconds: float) -> float:
     """Ask nothing for so long, then end; the processor's seconds that another rank than 0 takes for that."""
-    model, executor = _load(ranks, config)
+    _, _, executor = load(ranks, config)
+    ways = Ways.open(ranks)
     if ranks.rank == 0:
-        leading = LeadingExecutor(executor, ranks)
+        leading = LeadingExecutor(executor, ways)
         time.sleep(seconds)
         leading.close()
         return 0.0
     begin_s = time.process_time()
-    follow(model, executor, ranks)
+    follow(executor, ways, no_copy, no_loss)
     return time.process_time() - begin_s
 
 
 def leave(ranks: Ranks, config: Path) -> list[bool]:
     """Let the other rank go while nothing is asked: whether the engine comes to know it, and whether a batch fails."""
-    model, executor = _load(ranks, config)
+    model, _, executor = load(ranks, config)
+    ways = Ways.open(ranks)
     if ranks.rank > 0:
-        ranks.beside(), ranks.beside()
         return []
-    engine = Engine(LeadingExecutor(executor, ranks), model.device)
+    engine = Engine(LeadingExecutor(executor, ways), model.device)
     engine.start()
     end_s = time.monotonic() + WAIT_S
     while not engine.failed() and time.monotonic() < end_s:
@@ -141,12 +155,12 @@ def leave(ranks: Ranks, config: Path) -> list[bool]:
     return [is_known, has_failed]
 
 
-def _load(ranks: Ranks | None, config: Path) -> tuple[Model, Executor]:
-    """A model with an adapter, and what computes it, of this rank."""
+def load(ranks: Ranks | None, config: Path) -> tuple[Model, StatePool, Executor]:
+    """A model with an adapter, its state, and what computes it, of this rank."""
     options = ModelOptions(torch.device("cpu"), random_init=config, spans=SPANS, adapters=AdapterOptions(1, 8))
     if ranks is not None:
         options = replace(options, rank=ranks.rank, world_size=ranks.world_size, ranks=ranks)
     model = load_model(options)
     adapt(model, options)
     pool = model.make_pool(StateOptions(NUM_LINES, MAX_DRAFT, page_size=PAGE_SIZE))
-    return model, CpuExecutor(model, pool)
+    return model, pool, CpuExecutor(model, pool)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deltaline_server.layers.state_pool import LayerState
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, open_weights
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 
 # Of 2 key-value heads, 4 ranks have the same one by twos; likewise of Mamba2's 2 groups, whose norm has one.
 _LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
@@ -29,9 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "streams": HYBRID | _LINEAR | _ATTENTION | {"hc_mult": 2},
     "mamba2": MAMBA2 | {"use_bias": True},
     "nemotron": NEMOTRON,
-    "falcon": FALCON,
+    "falcon": FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1},
     "zamba": ZAMBA,
-    "falcon-norm": FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1},
     "bamba": BAMBA | {"num_attention_heads": 8, "mlp_bias": True},
     "granite": GRANITE | {"num_attention_heads": 8},
 }

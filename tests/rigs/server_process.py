@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 from urllib.request import urlopen
@@ -19,12 +20,19 @@ class ServerProcess:
     waits until it is ready, and kills it at the end. events: its log, as far as it is read; options on the command line
     come last."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        config: Mapping[str, Any] = GATED_DELTA_NET,
+        command: Sequence[str] = ("-m", "deltaline_server"),
+    ) -> None:
+        """config: the model's. command: what Python is given before the options."""
         model = directory / "config.json"
-        model.write_text(json.dumps(GATED_DELTA_NET))
+        model.write_text(json.dumps(config))
         own = ("--random-init", str(model), "--seed", "7", "--device", "cpu", "--dtype", "float32", "--link", "off")
         ports = ("--port", "0", "--metrics-port", "-1", "--log-format", "json")
-        self._command = [sys.executable, "-m", "deltaline_server", *own, *ports, *options]
+        self._command = [sys.executable, *command, *own, *ports, *options]
         self.events: list[dict[str, Any]] = []
 
     async def __aenter__(self) -> Self:
@@ -43,7 +51,8 @@ class ServerProcess:
         assert self._process.stderr is not None
         with self._process.stderr as lines:
             for line in lines:
-                self.events.append(json.loads(line))
+                if line.startswith("{"):  # torchrun has words of its own
+                    self.events.append(json.loads(line))
 
     def said(self, message: str) -> list[dict[str, Any]]:
         """The log's lines with a message."""

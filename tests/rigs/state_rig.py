@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from rigs.limits import make_limits
 from rigs.scheduler_rig import Counts
 
+from deltaline_server.computing import make_executor
 from deltaline_server.engine.executor import Executor
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
 from deltaline_server.models.model import ModelOptions, load_model
-from deltaline_server.runtime import make_executor, page_pool
+from deltaline_server.runtime import page_pool
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots.directory import StateDirectory
 from deltaline_server.snapshots.files import FileTier

@@ -480,7 +480,7 @@ def test_more_stored_states_than_the_host_has_are_refused_before_their_memory_is
 def test_what_ends_the_start_is_one_json_line_where_the_log_is_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: Exception, told: str
 ) -> None:
-    async def serve(config: Config) -> int:
+    async def serve(config: Config, place: object) -> int:
         raise fault
 
     monkeypatch.setattr(__main__, "serve", serve)

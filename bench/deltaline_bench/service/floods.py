@@ -1,7 +1,8 @@
-"""Part `floods`: decode steps of one principal while another floods with calls that are refused, for each way to be.
+"""Part `floods`: decode steps of one principal while another floods with calls: refused in each way, and accepted.
 
-The judged server has two front ends. The clock's ratio is for a host with processors to spare; how many refusals reach
-the core, and its processor time, mean the same on a busy one.
+A refused flood is judged beside nothing, an accepted one beside a peer, who makes one such call at a time. The judged
+server has two front ends. The clock's ratio is for a host with processors to spare; how many refusals reach the core,
+and its processor time, mean the same on a busy one.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import numpy as np
+
+from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_bench.service.figure import Figure
 from deltaline_bench.service.host import Host, running
 from deltaline_bench.service.processor import cpu_ns
-from deltaline_bench.service.raw import DecodeSteps, decoding, percentile_us, window
+from deltaline_bench.service.raw import MAX_MESSAGE_BYTES, DecodeSteps, decoding, percentile_us, window
 from deltaline_cli.bench.loop import closed_loop
+from deltaline_client import AsyncClient
 
 PART = "floods"
 FRONT_ENDS = 2
@@ -64,6 +69,26 @@ def floods(server_epoch: int) -> Mapping[str, Flood]:
     }
 
 
+def accepted(server_epoch: int, handle: int, hidden_size: int, dtype: str) -> Mapping[str, Flood]:
+    """Calls that end well however often they come, and a sequence's first step, which is done once."""
+    describe = pb.DescribeSequencesRequest(server_epoch=server_epoch, sequence=[handle])
+    step = pb.StepRequest(
+        server_epoch=server_epoch,
+        sequence=[handle],
+        kind=[pb.ROW_KIND_DECODE],
+        step=[1],
+        position=[0],
+        accepted=[-1],
+        query_start_loc=[0, 1],
+        hidden=wire.encode(np.zeros((1, hidden_size), dtype)),
+        max_reply_bytes=MAX_MESSAGE_BYTES,
+    )
+    return {
+        "describes": Flood(f"{LAYER}DescribeSequences", describe.SerializeToString()),
+        "retries": Flood(f"{LAYER}Step", step.SerializeToString()),
+    }
+
+
 def principals(path: Path) -> Path:
     """Write who may do what."""
     digests = [sha256(token.encode()).hexdigest() for token in TOKENS]
@@ -76,33 +101,47 @@ def principals(path: Path) -> Path:
 
 
 async def measure(host: Host) -> list[Figure]:
-    """Time decode steps alone and beside each flood."""
+    """Time decode steps alone, beside each flood, and beside a peer of each that is accepted."""
     with TemporaryDirectory(dir=host.folder) as folder:
         known = principals(Path(folder) / "principals.toml")
         async with (
             running(host.size, Path(folder), host.server_module, front_ends=FRONT_ENDS, principals=known) as judged,
             decoding(judged.address, host.size.decode_rows, "unary", token=TOKENS[1]) as steps,
+            AsyncClient(judged.address, token=TOKENS[0]) as other,
         ):
             await _see(judged, steps, host.size.flood_s / 4)
-            alone, beside = [await _see(judged, steps, host.size.flood_s)], {}
-            for name, flood in floods(steps.server_epoch).items():
-                with _flooding(judged.address, flood):
+            alone, beside, peers = [await _see(judged, steps, host.size.flood_s)], {}, {}
+
+            async def see_beside(flood: Flood, processes: int, calls: int) -> Seen:
+                with _flooding(judged.address, flood, processes, calls):
                     await asyncio.sleep(SETTLE_S)
-                    beside[name] = await _see(judged, steps, host.size.flood_s)
+                    return await _see(judged, steps, host.size.flood_s)
+
+            for name, flood in floods(steps.server_epoch).items():
+                beside[name] = await see_beside(flood, FLOODERS, CALLS)
                 alone.append(await _see(judged, steps, host.size.flood_s))
-    return judge(host, alone, beside)
+            async with await other.open() as sequence:
+                info = await other.info()
+                calls = accepted(steps.server_epoch, sequence.handle, info.hidden_size, str(info.dtype))
+                for name, flood in calls.items():
+                    peers[name] = await see_beside(flood, 1, 1)
+                    beside[name] = await see_beside(flood, FLOODERS, CALLS)
+    return judge(host, alone, beside, peers)
 
 
-def judge(host: Host, alone: list[Seen], beside: Mapping[str, Seen]) -> list[Figure]:
-    """Make the figures. alone: before the first flood, and behind each."""
+def judge(host: Host, alone: list[Seen], beside: Mapping[str, Seen], peers: Mapping[str, Seen]) -> list[Figure]:
+    """Make the figures. alone: before the first flood, and behind each that is refused. peers: beside one call at a
+    time of each flood that is accepted."""
     busy = sum(one.busy for one in alone) / len(alone)
     quiet = Seen([step_s for one in alone for step_s in one.steps_s], 0.0, busy)
-    p99 = percentile_us(quiet.steps_s, 99)
     figures = _figures("alone", quiet)
     for name, seen in beside.items():
         figures += _figures(f"beside {name}", seen)
-        ratio = percentile_us(seen.steps_s, 99) / p99
-        figures.append(Figure(PART, f"beside {name} / alone, p99", ratio, "", "raw", host.size.bar(MAX_RATIO)))
+        least, than = (quiet, "alone") if name not in peers else (peers[name], "beside a peer")
+        if name in peers:
+            figures += _figures(f"beside a peer's {name}", least)
+        ratio = percentile_us(seen.steps_s, 99) / percentile_us(least.steps_s, 99)
+        figures.append(Figure(PART, f"beside {name} / {than}, p99", ratio, "", "raw", host.size.bar(MAX_RATIO)))
         told = f"beside {name}, refusals that reach the core"
         figures.append(Figure(PART, told, seen.refusals_per_s, "/s", "metrics"))
     return figures
@@ -132,13 +171,13 @@ def _num_refused(host: Host) -> float:
 
 
 @contextmanager
-def _flooding(address: str, flood: Flood) -> Iterator[None]:
-    """Flood from processes of their own, once each was refused."""
+def _flooding(address: str, flood: Flood, processes: int, calls: int) -> Iterator[None]:
+    """Flood from processes of their own, from when each had an answer."""
     command = [sys.executable, "-m", "deltaline_bench.service.flooder", address, flood.method, flood.body.hex()]
     with ExitStack() as stack:
         made = [
-            stack.enter_context(subprocess.Popen([*command, flood.token, str(CALLS)], stdout=subprocess.PIPE))
-            for _ in range(FLOODERS)
+            stack.enter_context(subprocess.Popen([*command, flood.token, str(calls)], stdout=subprocess.PIPE))
+            for _ in range(processes)
         ]
         for process in made:
             stack.callback(process.kill)

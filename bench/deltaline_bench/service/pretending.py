@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server import runtime
+from deltaline_server import computing
 from deltaline_server.__main__ import main
 from deltaline_server.engine.executor import DeviceCounts, Launched, Report
 from deltaline_server.step import BatchResult, StepBatch
@@ -79,7 +79,7 @@ class Pretender:
 
 def pretend() -> None:
     """Let what is built in this process from now on have such a device."""
-    runtime.make_executor = lambda model, pool, limits: Pretender()
+    computing.make_executor = lambda model, pool, limits: Pretender()
 
 
 if __name__ == "__main__":

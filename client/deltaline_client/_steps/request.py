@@ -34,8 +34,8 @@ class Request:
     """A StepRequest: the next step of each row of a batch.
 
     at: who holds its sequences. steps, positions: of each row. handles, accepted: of each row, as they lie on the wire.
-    placement: where the tensors lie, None
-    for in the message. applied: set once all rows of a batch were applied as arrays.
+    placement: where the tensors lie, None for in the message. applied: set once all rows of a batch were applied as
+    arrays.
     """
 
     batch: Batch

@@ -13,13 +13,13 @@ from deltaline_kernels.mhc import (
     mhc_pre_reference,
     prepare_gates,
 )
-from deltaline_kernels.selftest.shapes import Compared, Fill
+from deltaline_kernels.selftest.shapes import Compared, Fills
 
 # Tokens of batches of every bucket of the plan; on a GPU of several chunks too.
 TOKENS, TOKENS_GPU = (1, 20, 100), (1, 40, 130, 400, 1300)
 
 
-def compare_mhc(fills: dict[str, Fill], streams: int, hidden: int, dtype: torch.dtype) -> Iterator[Compared]:
+def compare_mhc(fills: Fills, streams: int, hidden: int, dtype: torch.dtype) -> Iterator[Compared]:
     """Yield the name of each family, batch and kind of input, what was computed and what its reference computed."""
     for kind, fill in fills.items():
         on_gpu = fill(1).device.type != "cpu"

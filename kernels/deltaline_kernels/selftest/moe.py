@@ -1,6 +1,6 @@
 """What the self-test computes for mixtures of experts: routes of a layer, and what its experts make of tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from deltaline_kernels.moe import (
     run_experts_reference,
 )
 from deltaline_kernels.moe.plan import plan_tiles
-from deltaline_kernels.selftest.shapes import Compared, Fill
+from deltaline_kernels.selftest.shapes import Compared, Fills
 
 TOKENS = (1, 6, 40)
 # Choices per expert on average, in tiles of each size and in grouped products.
@@ -24,7 +24,8 @@ CHOICES_GPU = (6, 20, 36, 100)
 
 
 def compare_moe(
-    fills: dict[str, Fill],
+    fills: Fills,
+    num_tokens: int,
     router: Router,
     num_experts: int,
     hidden: int,
@@ -32,37 +33,47 @@ def compare_moe(
     activation: str,
     dtype: torch.dtype,
 ) -> Iterator[Compared]:
-    """Yield the name of each family, batch and kind of input, what was computed and what its reference computed.
-
-    Of the experts there are only so many that a token's are some of them. How many a layer has is a constant of one
-    kernel alone, which lists who has which, and is compared by itself.
-    """
+    """Yield the name of each family, batch and kind of input, what was computed and what its reference computed."""
     for kind, fill in fills.items():
         device = fill(1).device
         # Logits and bias are far apart or equal: of what is nearly equal, rounding of scores would choose.
         bias = 2.0 * fill(num_experts).round() if router.scoring == "sigmoid" else None
-        few = min(num_experts + router.num_shared, router.num_choices + 2)
+        few = few_experts(router, num_experts)
         # Sums of about 1: those of ones are as large as their number.
         power = -1.0 if kind == "ones" else -0.5
         halves = 2 if activation == SILU else 1
         gate_up = (fill(few, halves * inner, hidden) * hidden**power).to(dtype)
         down = (fill(few, hidden, inner) * inner**power).to(dtype)
-        for num_tokens in TOKENS if device.type == "cpu" else tokens_of_every_way(router.num_choices, few):
-            label = f"{num_tokens} tokens, {kind}"
-            logits = (64.0 * fill(num_tokens, num_experts + router.shared_gate)).round().div(64.0).to(dtype)
-            starts = torch.tensor([0, max(1, num_tokens - 2)], dtype=torch.int32, device=device)
-            routes = route_tokens(logits, router, bias, starts)
-            want = route_tokens_reference(logits, router, bias, starts)
-            others, none = compare_exactly([routes[1]], [want[1]])
-            yield f"moe, routes, {label}", [routes[0], *others], [want[0], *none]
-            if device.type != "cpu":
-                total = num_experts + router.num_shared
-                rows = plan_tiles(num_tokens, router.num_choices, total, dtype).rows
-                yield f"moe, tiles, {label}", *compare_tiles(routes[1].flatten(), total, rows)
-            weights, experts = routes[0], routes[1] % few
-            x = fill(num_tokens, hidden).to(dtype)
-            own = x, gate_up, down, weights, experts, activation
-            yield f"moe, experts, {label}", [run_experts(*own)], [run_experts_reference(*own)]
+        label = f"{num_tokens} tokens, {kind}"
+        logits = (64.0 * fill(num_tokens, num_experts + router.shared_gate)).round().div(64.0).to(dtype)
+        starts = torch.tensor([0, max(1, num_tokens - 2)], dtype=torch.int32, device=device)
+        routes = route_tokens(logits, router, bias, starts)
+        want = route_tokens_reference(logits, router, bias, starts)
+        others, none = compare_exactly([routes[1]], [want[1]])
+        yield f"moe, routes, {label}", [routes[0], *others], [want[0], *none]
+        if device.type != "cpu":
+            total = num_experts + router.num_shared
+            rows = plan_tiles(num_tokens, router.num_choices, total, dtype).rows
+            yield f"moe, tiles, {label}", *compare_tiles(routes[1].flatten(), total, rows)
+        weights, experts = routes[0], routes[1] % few
+        x = fill(num_tokens, hidden).to(dtype)
+        own = x, gate_up, down, weights, experts, activation
+        yield f"moe, experts, {label}", [run_experts(*own)], [run_experts_reference(*own)]
+
+
+def few_experts(router: Router, num_experts: int) -> int:
+    """Return how many experts there are: so many that a token's are some of them.
+
+    How many a layer has is a constant of one kernel alone, which lists who has which, and is compared by itself.
+    """
+    return min(num_experts + router.num_shared, router.num_choices + 2)
+
+
+def tokens_of_experts(router: Router, num_experts: int, device: torch.device | str) -> Sequence[int]:
+    """Return the sizes of batches that are compared."""
+    if torch.device(device).type == "cpu":
+        return TOKENS
+    return tokens_of_every_way(router.num_choices, few_experts(router, num_experts))
 
 
 def tokens_of_every_way(choices: int, num_experts: int) -> list[int]:

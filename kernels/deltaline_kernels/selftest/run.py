@@ -4,9 +4,12 @@ Wrong code from an assembler shows here before it shows in an answer.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -24,13 +27,26 @@ from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 from deltaline_kernels.selftest.attention import attention_batches, compare_attention
 from deltaline_kernels.selftest.lora import compare_lora
 from deltaline_kernels.selftest.mhc import compare_mhc
-from deltaline_kernels.selftest.moe import compare_moe
-from deltaline_kernels.selftest.shapes import Compared, Fill, Shapes, batches, short_batches, waypoint_batch
+from deltaline_kernels.selftest.moe import compare_moe, tokens_of_experts
+from deltaline_kernels.selftest.shapes import (
+    Compared,
+    Fill,
+    Fills,
+    Part,
+    Shapes,
+    batches,
+    short_batches,
+    waypoint_batch,
+)
 
 # Tokens of a row that is computed in parts, where heads are few enough for that.
 LONG = 4096
 # Tokens of batches of several adapters: more than 128 of one adapter; on a GPU large and dense tiles too.
 ADAPTED, ADAPTED_GPU = (1, 40, 250), (1, 40, 250, 600, 1200)
+# Kinds of inputs, in the order in which they are tried.
+KINDS = (("random",), ("integers", "ones"))
+# Compilers hold the interpreter's lock for a tenth of their time.
+THREADS = {"cpu": 1, "cuda": 16}
 # Largest difference, relative to the largest value of the reference (at least 1).
 LIMITS = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 8e-3}
 
@@ -120,63 +136,121 @@ def run_selftest(
         norms_first,
     )
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
+    parts = [*_mixer_parts(shapes, device), *_adapter_parts(shapes, device)]
+    if streams:
+        parts.append(partial(compare_mhc, streams=streams, hidden=hidden, dtype=dtype))
+    if router:
+        for num_tokens in tokens_of_experts(router, num_experts, device):
+            parts.append(
+                partial(
+                    compare_moe,
+                    num_tokens=num_tokens,
+                    router=router,
+                    num_experts=num_experts,
+                    hidden=hidden,
+                    inner=expert_dim,
+                    activation=expert_activation,
+                    dtype=dtype,
+                )
+            )
+    return _compare(parts, limit, torch.device(device))
+
+
+def _compare(parts: Sequence[Part], limit: float, device: torch.device) -> list[Check]:
+    """Run every part with every kind of inputs, many at once: on a GPU most of what they take is to compile.
+
+    Random inputs come first, and need all kernels, so that few are compiled by two threads.
+    """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())  # the caller's, which is no other thread's
+    found, num_threads = list[Check](), THREADS[device.type]
+    for kinds in KINDS:
+        run = partial(_checks, kinds=kinds, limit=limit, device=device)
+        if num_threads == 1:
+            made = list(map(run, parts, count()))
+        else:
+            with ThreadPoolExecutor(num_threads, thread_name_prefix="selftest") as threads:
+                made = list(threads.map(run, parts, count()))
+        found += [check for checks in made for check in checks]
+    return found
+
+
+def _checks(part: Part, seed: int, kinds: Sequence[str], limit: float, device: torch.device) -> list[Check]:
+    """Run a part with inputs of these kinds, drawn from a seed."""
     # On the device: numbers for a long row take a CPU longer than all the rest.
-    generator = torch.Generator(device).manual_seed(0)
-    fills: dict[str, Fill] = {
+    generator = torch.Generator(device).manual_seed(seed)
+    fills: Fills = {
         "random": lambda *shape: torch.randn(*shape, generator=generator, device=device),
         "integers": lambda *shape: torch.randint(-2, 3, shape, generator=generator, device=device).float(),
         "ones": lambda *shape: torch.ones(*shape, device=device),
     }
-    mixed = compare_mhc(fills, streams, hidden, dtype) if streams else ()
-    routed = compare_moe(fills, router, num_experts, hidden, expert_dim, expert_activation, dtype) if router else ()
-    compared = chain(
-        _compare_mixers(fills, shapes, device),
-        _compare_adapters(fills, shapes, device),
-        mixed,
-        routed,
-        _compare_short_rows(fills["random"], shapes, device),
-    )
-    # One by one: what was computed is not kept.
-    return [Check(name, largest_error(got, want), limit) for name, got, want in compared]
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        compared = part({kind: fills[kind] for kind in kinds})
+        # One by one: what was computed is not kept.
+        return [Check(name, largest_error(got, want), limit) for name, got, want in compared]
 
 
-def _compare_mixers(fills: dict[str, Fill], shapes: Shapes, device: torch.device | str) -> Iterator[Compared]:
-    """Yield what the families of the model's mixer computed of every kind of rows and of input."""
+def _mixer_parts(shapes: Shapes, device: torch.device | str) -> Iterator[Part]:
+    """Yield what compares the families of the model's mixer on every kind of rows."""
     compare, make = {
         "gated_delta": (_compare_recurrence, batches),
         "mamba2": (_compare_recurrence, batches),
         "attention": (compare_attention, attention_batches),
     }[shapes.recurrence]
-    made = make(shapes.heads.num_value_heads, shapes.max_draft, device)
-    for kind, fill in fills.items():
-        for batch, rows in made.items():
-            for name, got, want in compare(fill, rows, shapes):
-                yield f"{name}, {batch}, {kind}", got, want
-    if shapes.recurrence != "attention":
-        rows = waypoint_batch(shapes.max_draft, device)
-        for name, got, want in _compare_recurrence(fills["random"], rows, shapes):
-            yield f"{name}, prefill with waypoints, random", got, want
-    if torch.device(device).type != "cpu" and has_parts(shapes):
-        got, want = run_in_parts(fills["random"], shapes, device)
-        yield f"{shapes.recurrence}, prefill in parts, random", got, want
-
-
-def _compare_adapters(fills: dict[str, Fill], shapes: Shapes, device: torch.device | str) -> Iterator[Compared]:
-    """Yield what adapters added to batches of several sizes."""
-    adapted = ADAPTED if torch.device(device).type == "cpu" else ADAPTED_GPU
-    for kind, fill in fills.items():
-        for num_tokens in adapted if kind == "random" else adapted[-2:]:
-            yield f"lora, {num_tokens} tokens, {kind}", *compare_lora(fill, num_tokens, shapes, device)
-
-
-def _compare_short_rows(fill: Fill, shapes: Shapes, device: torch.device | str) -> Iterator[Compared]:
-    """Yield what the convolution of a recurrent layer computed of short rows, which have kernels of their own."""
+    for batch, rows in make(shapes.heads.num_value_heads, shapes.max_draft, device).items():
+        yield partial(_compare_mixer, compare=compare, batch=batch, rows=rows, shapes=shapes)
     if shapes.recurrence == "attention":
         return
+    rows = waypoint_batch(shapes.max_draft, device)
+    yield of_random(
+        partial(_compare_mixer, compare=_compare_recurrence, batch="prefill with waypoints", rows=rows, shapes=shapes)
+    )
+    if torch.device(device).type != "cpu" and has_parts(shapes):
+        yield of_random(partial(_compare_parts, shapes=shapes, device=device))
     for batch, rows in short_batches(shapes.max_draft, device).items():
+        yield of_random(partial(_compare_short_rows, batch=batch, rows=rows, shapes=shapes))
+
+
+def of_random(part: Part) -> Part:
+    """A part that is left out for inputs of other kinds."""
+    return lambda fills: part(fills) if "random" in fills else iter(())
+
+
+def _compare_mixer(
+    fills: Fills, compare: Callable[[Fill, Rows, Shapes], Iterator[Compared]], batch: str, rows: Rows, shapes: Shapes
+) -> Iterator[Compared]:
+    """Yield what the families of a mixer computed of rows."""
+    for kind, fill in fills.items():
+        for name, got, want in compare(fill, rows, shapes):
+            yield f"{name}, {batch}, {kind}", got, want
+
+
+def _compare_parts(fills: Fills, shapes: Shapes, device: torch.device | str) -> Iterator[Compared]:
+    """Yield what one long row gave in parts."""
+    for kind, fill in fills.items():
+        yield f"{shapes.recurrence}, prefill in parts, {kind}", *run_in_parts(fill, shapes, device)
+
+
+def _adapter_parts(shapes: Shapes, device: torch.device | str) -> Iterator[Part]:
+    """Yield what compares what adapters add to batches of several sizes."""
+    adapted = ADAPTED if torch.device(device).type == "cpu" else ADAPTED_GPU
+    for i, num_tokens in enumerate(adapted):
+        part = partial(_compare_adapters, num_tokens=num_tokens, shapes=shapes, device=device)
+        yield part if i >= len(adapted) - 2 else of_random(part)
+
+
+def _compare_adapters(fills: Fills, num_tokens: int, shapes: Shapes, device: torch.device | str) -> Iterator[Compared]:
+    """Yield what adapters added to a batch of so many tokens."""
+    for kind, fill in fills.items():
+        yield f"lora, {num_tokens} tokens, {kind}", *compare_lora(fill, num_tokens, shapes, device)
+
+
+def _compare_short_rows(fills: Fills, batch: str, rows: Rows, shapes: Shapes) -> Iterator[Compared]:
+    """Yield what the convolution of a recurrent layer computed of short rows, which have kernels of their own."""
+    for kind, fill in fills.items():
         x = _projected(fill, rows.num_rows * rows.max_length, shapes)[:, : shapes.heads.channels]
         conv, _ = _convolve(fill, x, rows, shapes, rows.num_rows + 1)
-        yield f"conv1d, {batch}, random", *conv
+        yield f"conv1d, {batch}, {kind}", *conv
 
 
 def has_parts(shapes: Shapes) -> bool:

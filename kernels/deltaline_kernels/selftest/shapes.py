@@ -1,6 +1,6 @@
 """What the self-test computes with: sizes and dtypes of a model, and rows of every kind, few and many of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,10 @@ MANY_HEADS = max(MANY_DELTA_HEADS, MANY_MAMBA_HEADS)
 Fill = Callable[..., Tensor]
 # The name of a family and of what it ran on, what it computed and what its reference computed.
 Compared = tuple[str, list[Tensor], list[Tensor]]
+# What makes tensors of each kind of contents, by its name.
+Fills = dict[str, Fill]
+# Compares some families on inputs of these kinds.
+Part = Callable[[Fills], Iterator[Compared]]
 
 
 @dataclass(frozen=True)

@@ -184,9 +184,11 @@ class GetServerInfoResponse(_message.Message):
     max_lease_ms: _builtins.int
     """Longest lease, milliseconds."""
     device: _builtins.str
-    """The device, for example "cpu" or "NVIDIA H200"."""
+    """The device, for example "cpu" or "NVIDIA H200"; "2 x NVIDIA H200" where two share the model."""
     sequence_state_bytes: _builtins.int
-    """Bytes of state that one sequence holds on the device, whatever its length; pages of keys and values are beside it."""
+    """Bytes of state that one sequence holds on the device, whatever its length; pages of keys and values are beside it.
+    Where several share the model, these and all other bytes of the device are those of each.
+    """
     shared_memory_bytes: _builtins.int
     """Most bytes of shared memory, all regions together; 0 when it is off."""
     adapter_bytes: _builtins.int

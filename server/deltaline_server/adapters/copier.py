@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from deltaline_server.models.lora_places import AdapterStore
+from deltaline_server.adapters.shared_store import Store
 from deltaline_server.models.lora_weights import Adapter
 from deltaline_server.tables.adapter_places import Content
 
@@ -38,7 +38,7 @@ class _Job:
 class AdapterCopier:
     """A PlaceCopier: writes places in the order in which it was asked to. `close` must follow."""
 
-    def __init__(self, store: AdapterStore, call_soon: CallSoon) -> None:
+    def __init__(self, store: Store, call_soon: CallSoon) -> None:
         self._store, self._call_soon = store, call_soon
         # `close` may be called on another thread than the rest.
         self._lock = threading.Lock()

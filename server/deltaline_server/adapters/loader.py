@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -40,13 +41,14 @@ class AdapterLoader:
         registry: AdapterRegistry,
         layout: AdapterLayout,
         root: AdapterRoot | None,
-        open_base: Callable[[], AbstractContextManager[BaseRows]],
+        open_base: Callable[[int], AbstractContextManager[BaseRows]],
         allocate: Callable[[int], Tensor],
         max_rank: int,
     ) -> None:
-        """root: None where clients may only upload. open_base: opens the weights that DoRA's norms are made of.
-        allocate: host memory, uint8; called in a thread, may raise MemoryError or RuntimeError when there is none."""
-        self._registry, self._layout, self._root = registry, layout, root
+        """root: None where clients may only upload. open_base: opens a rank's share of the weights that DoRA has norms
+        of. allocate: host memory, uint8; called in a thread, may raise MemoryError or RuntimeError when there is
+        none."""
+        self._registry, self._layouts, self._root = registry, layout.of_all_ranks(), root
         self._open_base, self._allocate, self._max_rank = open_base, allocate, max_rank
         self._lock = asyncio.Lock()
         self._loading: asyncio.Task[tuple[AdapterDescription, bool]] | None = None
@@ -111,16 +113,17 @@ class AdapterLoader:
         registry, begin_s = self._registry, time.monotonic()
         with ExitStack() as stack:
             try:
-                plan = await asyncio.to_thread(self._plan, stack, files)
+                plans = await asyncio.to_thread(self._plan, stack, files)
+                num_bytes = sum(plan.num_bytes for plan in plans)
                 if registry.known_hash(name, owner) is not None:
-                    content_hash = await asyncio.to_thread(plan.content_hash)
+                    content_hash = await asyncio.to_thread(plans[0].content_hash)
                     if registry.known_hash(name, owner) is not None:  # it was not unloaded meanwhile
                         return registry.confirm(name, content_hash, is_pinned, owner), True
-                registry.reserve(plan.num_bytes, owner)
+                registry.reserve(num_bytes, owner)
                 try:
-                    adapter = await asyncio.to_thread(self._read, plan)
+                    adapter = await asyncio.to_thread(self._read, plans)
                 except BaseException:
-                    registry.unreserve(plan.num_bytes)
+                    registry.unreserve(num_bytes)
                     raise
             except ModelError as error:
                 raise RequestError(Reason.INVALID_ADAPTER, str(error), field=field) from error
@@ -137,19 +140,25 @@ class AdapterLoader:
         )
         return description, False
 
-    def _plan(self, stack: ExitStack, files: Files) -> AdapterPlan:
-        """Open the files, which stay open with the stack, and check them. Raises ModelError."""
-        config, tensors = stack.enter_context(files())
-        return AdapterPlan(AdapterConfig.parse(config, self._max_rank), TensorFile(tensors), self._layout)
+    def _plan(self, stack: ExitStack, files: Files) -> list[AdapterPlan]:
+        """Open the files, which stay open with the stack, and check them for each rank. Raises ModelError."""
+        content, tensors = stack.enter_context(files())
+        config, file = AdapterConfig.parse(content, self._max_rank), TensorFile(tensors)
+        return [AdapterPlan(config, file, layout) for layout in self._layouts]
 
-    def _read(self, plan: AdapterPlan) -> Adapter:
+    def _read(self, plans: Sequence[AdapterPlan]) -> Adapter:
         """Read and convert the tensors. Raises ModelError; RequestError ADAPTER_BYTES_EXHAUSTED; RuntimeError if the
         base weights can't be read, which is no fault of the adapter's."""
+        first, *others = (self._read_share(rank, plan) for rank, plan in enumerate(plans))
+        return replace(first, shares=tuple(others))
+
+    def _read_share(self, rank: int, plan: AdapterPlan) -> Adapter:
+        """The same, of one rank."""
         if not plan.needs_base:
             return plan.load(None, self._allocate_or_refuse)
         with ExitStack() as stack:
             try:
-                base = stack.enter_context(self._open_base())
+                base = stack.enter_context(self._open_base(rank))
             except ModelError as error:
                 raise RuntimeError("the model's weights can't be read any more") from error
             return plan.load(base, self._allocate_or_refuse)

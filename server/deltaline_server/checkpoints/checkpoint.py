@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ MAX_TENSORS = 1_000_000
 DTYPES = ("F32", "BF16", "F16")
 MAX_FILE_NAME_CHARS = 255
 LENGTH_BYTES = 8
+# The entry of a header that is no tensor.
+METADATA = "__metadata__"
 MAX_REASON_CHARS = 200
 
 
@@ -34,6 +37,15 @@ class TensorInfo:
     file: str
     shape: tuple[int, ...]
     dtype: str
+
+
+@dataclass(frozen=True, order=True)
+class TensorPlace:
+    """Where a tensor's bytes are. Places are ordered as files are read: one by one, each from its beginning."""
+
+    path: Path
+    offset: int
+    num_bytes: int
 
 
 class TensorSource(Protocol):
@@ -60,6 +72,7 @@ class Checkpoint:
         """Raises ModelError: no safetensors, an index that is not sound, or more than MAX_TENSORS tensors."""
         self._directory = directory
         self._handles: dict[str, Any] = {}
+        self._places: dict[str, dict[str, TensorPlace]] = {}
         self._stack = ExitStack()
         if (directory / SINGLE_FILE).is_file():
             self._files = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
@@ -79,6 +92,14 @@ class Checkpoint:
         """Tell about a tensor. Raises ModelError if it is not there or its file is not sound."""
         part = self._slice(name)
         return TensorInfo(self._files[name], tuple(part.get_shape()), part.get_dtype())
+
+    def place(self, name: str) -> TensorPlace:
+        """Tell where a tensor's bytes are. Raises ModelError as `info`."""
+        self._slice(name)  # which has the format's own library check the file
+        file = self._files[name]
+        if file not in self._places:
+            self._places[file] = _read_places(self._directory / file)
+        return self._places[file][name]
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Read a part of a tensor from its file; nothing else of it is read."""
@@ -162,3 +183,16 @@ def _check_header(path: Path) -> None:
     check_length(path.name, size)
     if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
         raise ModelError(f"{path.name}: expected a header within the file and {MAX_HEADER_BYTES} bytes, got {length}")
+
+
+def _read_places(path: Path) -> dict[str, TensorPlace]:
+    """Read where the tensors of a file are, whose header was checked. Raises ModelError."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            header: dict[str, Any] = json.loads(file.read(length))
+    except OSError as error:
+        raise ModelError(f"{path.name}: can't be read ({error.strerror})") from error
+    offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != METADATA}
+    data = LENGTH_BYTES + length
+    return {name: TensorPlace(path, data + begin, end - begin) for name, (begin, end) in offsets.items()}

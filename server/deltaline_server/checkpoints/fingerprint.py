@@ -52,9 +52,14 @@ class HashedTensors:
         return self._whole[rows] if self._whole.ndim == 1 else self._whole[rows, columns]
 
     def identity(self) -> list[list[object]]:
-        """Name, shape, dtype and digest of each tensor that was read, by name."""
-        infos = ((name, self._source.info(name), digest) for name, digest in sorted(self._digests.items()))
-        return [[name, list(info.shape), info.dtype, digest.hex()] for name, info, digest in infos]
+        """Of each tensor that was read: see identity_of."""
+        return identity_of(self._source, self._digests)
+
+
+def identity_of(source: TensorSource, digests: Mapping[str, bytes]) -> list[list[object]]:
+    """Name, shape, dtype and digest of each tensor that has one, by name."""
+    infos = ((name, source.info(name), digest) for name, digest in sorted(digests.items()))
+    return [[name, list(info.shape), info.dtype, digest.hex()] for name, info, digest in infos]
 
 
 def fingerprint(identity: Mapping[str, Any]) -> bytes:

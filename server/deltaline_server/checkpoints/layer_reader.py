@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltaline_server.checkpoints.checkpoint import TensorSource
 from deltaline_server.checkpoints.modules import ALL, Module, Packed, Placement, whole_sections
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 
 
 class LayerReader:

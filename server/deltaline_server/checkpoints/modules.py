@@ -11,8 +11,9 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 
 ALL = slice(None)
 
@@ -126,22 +127,6 @@ def whole_sections(
         slices.append(placement.among(count).share(size, start))
         start += size
     return torch.cat([read(rows) for rows in slices])
-
-
-class Activation(StrEnum):
-    """What an MLP does with its inner channels: multiplies half of them with a function of the other half, its gate, or
-    computes them alone."""
-
-    SILU = "silu"
-    """silu(gate) * up"""
-    GELU = "gelu"
-    """gelu(gate) * up"""
-    RELU2 = "relu2"
-    """relu(up) ** 2"""
-
-    @property
-    def is_gated(self) -> bool:
-        return self is not Activation.RELU2
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,13 @@ class RespelledTensors:
     def names(self) -> Iterable[str]:
         return self._names
 
+    def stored(self, name: str) -> tuple[str, ...]:
+        """The source's tensors of which one of `names` is made."""
+        return self._parts.get(name, (name,))
+
     def info(self, name: str) -> TensorInfo:
         """Tell about a tensor without reading it: its dtype is that of all its parts, or none that is read."""
-        infos = [self._source.info(part) for part in self._parts.get(name, (name,))]
+        infos = [self._source.info(part) for part in self.stored(name)]
         sizes, dtypes = {info.shape[1:] for info in infos}, sorted({info.dtype for info in infos})
         if len(infos) == 1 or len(sizes) > 1 or not all(info.shape for info in infos):
             return infos[0]
@@ -42,7 +46,7 @@ class RespelledTensors:
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Read a part of a tensor."""
-        parts = self._parts.get(name, (name,))
+        parts = self.stored(name)
         if len(parts) == 1:
             return self._source.read(parts[0], rows, columns)
         return torch.cat([self._source.read(part, ALL, columns) for part in parts])[rows]

@@ -52,6 +52,11 @@ class SharedBlocks:
     def names(self) -> Iterable[str]:
         return self._names.union(self._stored)
 
+    def stored(self, name: str) -> tuple[str, ...]:
+        """The source's tensors of which one of `names` is made."""
+        stored, matrices = self._stored.get(name, (name, ""))
+        return (stored, f"{matrices}0.weight", f"{matrices}1.weight") if matrices else (stored,)
+
     def info(self, name: str) -> TensorInfo:
         """Tell about a tensor without reading it. Raises ModelError where its low-rank matrices don't fit it."""
         stored, matrices = self._stored.get(name, (name, ""))
@@ -59,7 +64,7 @@ class SharedBlocks:
         if not matrices:
             return info
         known = self._source.names
-        for part in (f"{matrices}0.weight", f"{matrices}1.weight"):
+        for part in self.stored(name)[1:]:
             if part not in known:
                 raise ModelError(f"{part}: expected a low-rank matrix of a shared block, found nothing")
         a, b = (self._source.info(f"{matrices}{i}.weight").shape for i in (0, 1))

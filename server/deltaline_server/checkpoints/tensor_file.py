@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deltaline_server.checkpoints.checkpoint import LENGTH_BYTES, TensorInfo, check_length, parse_reason
+from deltaline_server.checkpoints.checkpoint import LENGTH_BYTES, METADATA, TensorInfo, check_length, parse_reason
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.errors import shown
 
@@ -27,7 +27,6 @@ MAX_NAME_CHARS = 512
 MAX_FILE_BYTES = 4 << 30
 PIECE_BYTES = 4 << 20
 MAX_DIMENSIONS = 2
-METADATA = "__metadata__"
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -63,16 +62,20 @@ class DescriptorBytes:
 
     def read(self, offset: int, size: int) -> bytearray:
         part = bytearray(size)
-        done = 0
+        self.read_into(offset, memoryview(part))
+        return part
+
+    def read_into(self, offset: int, part: memoryview) -> None:
+        """Fill `part` with the bytes from `offset`. Raises ModelError if they are not there. Threads may share this."""
+        size, done = len(part), 0
         while done < size:
             try:
-                count = os.preadv(self._descriptor, [memoryview(part)[done:]], offset + done)
+                count = os.preadv(self._descriptor, [part[done:]], offset + done)
             except OSError as error:
                 raise ModelError(f"{self.name}: can't be read ({error.strerror})") from error
             if count == 0:
                 raise ModelError(f"{self.name}: expected {offset + size} bytes, got {offset + done}")
             done += count
-        return part
 
 
 class TensorFile:

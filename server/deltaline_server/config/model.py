@@ -51,6 +51,10 @@ class ModelOptions(Options):
         choices=("none", "expand", "head", "both"),
     )
 
+    tensor_parallel: int = setting(
+        1, "model", "GPUs of this host, or processes where it computes on the CPU, that share the model", low=1, high=64
+    )
+
     def __post_init__(self) -> None:
         """Check which model, and the form of ranges."""
         super().__post_init__()

@@ -17,12 +17,12 @@ from triton import knobs
 
 from deltaline_server.engine.batch_layout import Layout
 from deltaline_server.engine.executor import DeviceCounts, Launched, Report
-from deltaline_server.engine.graphs import Bucket, Graphs, make_buckets
+from deltaline_server.engine.graphs import Bucket, Graphs
 from deltaline_server.engine.staging import BatchBuffers, Copier
 from deltaline_server.layers.kv_cache import COPIES
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
-from deltaline_server.step import BatchResult, Limits, StepBatch
+from deltaline_server.step import BatchResult, StepBatch
 from deltaline_server.tables.lines import NULL_LINE
 from deltaline_server.tables.pages import PagesPlaced
 
@@ -105,7 +105,8 @@ class CudaExecutor:
     is_asynchronous = True
     is_gone = False
 
-    def __init__(self, model: Model, pool: StatePool, limits: Limits) -> None:
+    def __init__(self, model: Model, pool: StatePool, buckets: list[Bucket]) -> None:
+        """buckets: those of all batches that will be launched."""
         self._model, self._pool = model, pool
         self._in, self._compute, self._out, self._beside = (torch.cuda.Stream(model.device) for _ in range(4))
         self._copier = Copier()
@@ -115,9 +116,8 @@ class CudaExecutor:
         # Not the hook of jitted functions: for it Triton writes their constants as JSON, which modifiers are not.
         knobs.compilation.listener = self._count_compiled
         self._free: queue.SimpleQueue[BatchBuffers] = queue.SimpleQueue()
-        page_size = 0 if pool.kv is None else pool.kv.page_size
-        self._buckets = make_buckets(limits, pool.max_draft, model.adapters is not None, page_size)
-        self._graphs = Graphs(model, pool, self._buckets)
+        self._buckets = buckets
+        self._graphs = Graphs(model, pool, buckets)
 
     def prepare(self, report: Report) -> None:
         """Allocate the buffers and capture the graphs, which compiles the kernels and takes the memory they need."""

@@ -170,12 +170,15 @@ class Engine:
         return self._has_failed or self._executor.is_gone
 
     def close(self) -> None:
-        """Finish what was submitted and end the threads. Idempotent."""
+        """Finish what was submitted and end the threads; of a device that is gone nothing is waited for. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             self._tasks.put(None)
+        if self._executor.is_gone:
+            self._executor.close()
+            return
         while (done := self._take_polled(waits=True)) is not None:
             self._deliver(done)
         if self._is_started:
@@ -272,7 +275,7 @@ class Engine:
                 return
             except Exception:
                 self._batch_failed(batch)
-        submitted.launched = Launched(lambda: True, lambda: _failure(batch))
+        submitted.launched = Launched(lambda: True, lambda: _failure(batch, self.failed()))
 
     def _deliver(self, submitted: _Submitted) -> None:
         assert submitted.launched is not None
@@ -280,7 +283,7 @@ class Engine:
             result = submitted.launched.result()
         except Exception:
             self._batch_failed(submitted.batch)
-            result = _failure(submitted.batch)
+            result = _failure(submitted.batch, self.failed())
         try:
             submitted.on_done(result)
         except Exception:
@@ -310,10 +313,11 @@ class Engine:
             task.done.set_result(None)
 
 
-def _failure(batch: StepBatch) -> BatchResult:
+def _failure(batch: StepBatch, is_lost: bool) -> BatchResult:
     """The result of a batch that could not be computed."""
     hidden = np.empty((0, batch.hidden[0].shape[1]), dtype=batch.hidden[0].dtype)
-    return BatchResult(hidden, np.zeros(batch.control.shape[1] - 1, dtype=np.bool_), failed=True)
+    unsound = np.zeros(batch.control.shape[1] - 1, dtype=np.bool_)
+    return BatchResult(hidden, unsound, failed=True, is_lost=is_lost)
 
 
 def _pass_on(ended: Future[None], done: Future[None]) -> None:

@@ -131,10 +131,7 @@ class CpuExecutor:
         model = self._model
         begin_s = time.perf_counter()
         control = _as_tensor(batch.control)
-        pieces = batch.hidden
-        # torch takes no bfloat16 from numpy: both sides see integers of the same size.
-        integers = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(f"i{model.dtype.itemsize}")
-        hidden = _as_tensor(integers).view(model.dtype)
+        hidden = self._hidden_of(batch)
         wanted = None if batch.wanted is None else _as_tensor(batch.wanted)
         adapter_places = None if batch.adapter_places is None else _as_tensor(batch.adapter_places)
         new_pages = None if batch.new_pages is None else _as_tensor(batch.new_pages)
@@ -154,6 +151,15 @@ class CpuExecutor:
         array = returned.view(integer_type).numpy().view(model.numpy_dtype)
         finite = sound_rows(batch.control[0], sizes)
         return BatchResult(array, finite, copied_s - begin_s, computed_s - copied_s, time.perf_counter() - computed_s)
+
+    def _hidden_of(self, batch: StepBatch) -> Tensor:
+        """The hidden states of a batch; room for them where rank 0 has them."""
+        model, pieces = self._model, batch.hidden
+        if not pieces:
+            return torch.empty(batch.num_tokens, model.ends[batch.span].input_width, dtype=model.dtype)
+        # torch takes no bfloat16 from numpy: both sides see integers of the same size.
+        integers = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(f"i{model.dtype.itemsize}")
+        return _as_tensor(integers).view(model.dtype)
 
 
 def trial_batch(model: Model, pool: StatePool, span: int, lengths: Sequence[int]) -> StepBatch:

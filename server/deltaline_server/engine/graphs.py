@@ -24,6 +24,9 @@ from deltaline_server.step import Limits, StepBatch
 FEWEST_LONG_TOKENS = 256
 # From so many on a row that is alone has graphs between the powers of two: what is computed in vain would be felt.
 MANY_TOKENS = 512
+# Parts of the way from a power to the next: of the first, where what is left of a prompt behind stored state often
+# lies, and of the others.
+FIRST_PARTS, PARTS = 8, 4
 # Tokens per short row of the smallest graph in which it may have several.
 FEWEST_DRAFTS = 4
 # Beside long rows graphs have all short rows that there may be, or one of so many: the others are computed in vain.
@@ -50,12 +53,18 @@ class Bucket:
         )
 
 
+def buckets_of(model: Model, pool: StatePool, limits: Limits) -> list[Bucket]:
+    """The buckets for every batch of a model within the limits, as make_buckets orders them."""
+    page_size = 0 if pool.kv is None else pool.kv.page_size
+    return make_buckets(limits, pool.max_draft, model.adapters is not None, page_size)
+
+
 def make_buckets(limits: Limits, max_draft: int, has_adapters: bool = False, page_size: int = 0) -> list[Bucket]:
     """The buckets for every batch within the limits, in the order in which they are to be tried.
 
     Short rows that decode: powers of two. Where they may have several tokens, each with so many that rows have 4, 8,
     ... max_draft. With long rows: powers of two of their tokens, without short rows, with few and with as many as there
-    may be; and of one long row alone, which is what waits for its first output, four steps from a power to the next.
+    may be; and of one long row alone, which is what waits for its first output, sizes between the powers as well.
     has_adapters: batches may have adapters; they have buckets of their own, of the same sizes. page_size: tokens of a
     page, 0 where layers have none.
     """
@@ -72,7 +81,7 @@ def make_buckets(limits: Limits, max_draft: int, has_adapters: bool = False, pag
                 Bucket(Layout(short, short + long, short + tokens), max_draft, tokens if long == 1 else short + tokens)
                 for long in (1, limits.long_rows)
             ]
-    buckets += [Bucket(Layout(0, 1, tokens), max_draft, tokens) for tokens in _quarters(limits.chunk_tokens)]
+    buckets += [Bucket(Layout(0, 1, tokens), max_draft, tokens) for tokens in _parts(limits.chunk_tokens)]
     tokens = most * max_draft + limits.chunk_tokens
     buckets.append(Bucket(Layout(most, most + limits.long_rows, tokens), max_draft, tokens))
     buckets = [replace(bucket, layout=replace(bucket.layout, page_size=page_size)) for bucket in buckets]
@@ -89,9 +98,12 @@ def _powers(first: int, last: int) -> list[int]:
     return counts
 
 
-def _quarters(last: int) -> list[int]:
-    """What lies a quarter, a half and three quarters from a power of two to the next, from MANY_TOKENS to last."""
-    counts = (power * (4 + i) // 4 for power in _powers(MANY_TOKENS, max(MANY_TOKENS, last)) for i in (1, 2, 3))
+def _parts(last: int) -> list[int]:
+    """The sizes between powers of two, from MANY_TOKENS to last."""
+    counts = []
+    for power in _powers(MANY_TOKENS, max(MANY_TOKENS, last)):
+        parts = FIRST_PARTS if power == MANY_TOKENS else PARTS
+        counts += [power + power * i // parts for i in range(1, parts)]
     return [count for count in counts if count < last]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,39 +16,42 @@ from numpy.typing import NDArray
 
 from deltaline_server.engine.executor import DeviceCounts, Executor, Launched, Report
 from deltaline_server.engine.rank_orders import (
-    HEADER_FIELDS,
+    FIRST_INTEGERS,
     Integers,
     Order,
     bare_order,
     batch_of,
     batch_order,
-    num_integers,
+    messages_of,
+    opened,
     place_order,
     placed_of,
+    transfer_order,
     zero_order,
 )
-from deltaline_server.models.model import Model
-from deltaline_server.ranks import Ranks
+from deltaline_server.engine.rank_pulse import Beating, Listening
+from deltaline_server.ranks.ways import Ways
 from deltaline_server.step import StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 
 logger = logging.getLogger(__name__)
 
+# Batches whose results another rank than 0 has not waited for when it launches the next one, so that this is not late.
+AHEAD = 2
+
 
 class LeadingExecutor:
     """Rank 0's executor: tells the other ranks, then does the same by its own one.
 
-    A rank that is gone is a lost device: what it has of the state is nowhere else. One thread for each rank waits for
-    its end.
+    A rank that is gone is a lost device: what it has of the state is nowhere else.
     """
 
-    def __init__(self, own: Executor, ranks: Ranks) -> None:
-        """ranks: those that share the model; the others `follow`."""
-        self._own, self._orders, self._ends = own, ranks.beside(), ranks.beside()
+    def __init__(self, own: Executor, ways: Ways) -> None:
+        """ways: to the ranks that share the model; the others `follow`."""
+        self._own, self._orders, self._telling = own, ways.orders, threading.Lock()
         self.is_asynchronous = own.is_asynchronous
         self.is_gone = False
-        for rank in range(1, ranks.world_size):
-            threading.Thread(target=self._watch, args=(rank,), name=f"rank {rank}", daemon=True).start()
+        self._listening = Listening(ways.beats, self._lose)
 
     def prepare(self, report: Report) -> None:
         self._tell(*bare_order(Order.PREPARE))
@@ -55,11 +59,8 @@ class LeadingExecutor:
 
     def launch(self, batch: StepBatch) -> Launched:
         """As Executor has it; after an error the ranks are no longer at the same place."""
-        if len(batch.hidden) > 1:
-            batch = replace(batch, hidden=(np.concatenate(batch.hidden),), into=())
         try:
             self._tell(*batch_order(batch))
-            self._orders.broadcast(torch.from_numpy(_bytes_of(batch.hidden[0])))
             return self._own.launch(batch)
         except Exception:
             self.is_gone = True
@@ -74,69 +75,78 @@ class LeadingExecutor:
         self._own.place_pages(placed)
 
     def transfer(self, work: Callable[[], None]) -> Future[None]:
-        """Refuse, by the future: the state of one rank is a share of the whole."""
-        done: Future[None] = Future()
-        done.set_exception(NotImplementedError("transfer: expected a device that has the whole state, got ranks"))
-        return done
+        """As Executor has it, of this rank alone; what it wants of the others it may `tell_transfer`."""
+        return self._own.transfer(work)
+
+    def tell_transfer(self, told: Integers) -> None:
+        """Let every other rank copy what is told, after the batches that it was told of before; from any thread."""
+        self._tell(*transfer_order(told))
 
     def is_lost(self) -> bool:
         return self.is_gone or self._own.is_lost()
 
     def close(self) -> None:
-        """End the other ranks too."""
-        with contextlib.suppress(RuntimeError):  # of a rank that is gone
+        """End the other ranks too; nothing is told, nor waited for, where one is gone."""
+        if self.is_gone:
+            self._listening.stop(end_s=0.0)
+            return
+        with contextlib.suppress(RuntimeError):  # of a rank that has just gone
             self._tell(*bare_order(Order.END))
         self._own.close()
+        self._listening.stop()
 
     def counts(self) -> DeviceCounts:
         return self._own.counts()
 
     def _tell(self, header: Integers, integers: Integers) -> None:
-        self._orders.broadcast(torch.from_numpy(header))
-        if len(integers):
-            self._orders.broadcast(torch.from_numpy(integers))
+        with self._telling:
+            for message in messages_of(header, integers):
+                self._orders.broadcast(torch.from_numpy(message))
 
-    def _watch(self, rank: int) -> None:
-        """The thread of a rank."""
-        try:
-            self._ends.wait_for_end(rank)
-        except RuntimeError:
-            self.is_gone = True
-            logger.error("rank %d is gone", rank)
+    def _lose(self, rank: int, why: str) -> None:
+        self.is_gone = True
+        logger.error("rank %d is gone: %s", rank, why)
 
 
-def follow(model: Model, executor: Executor, ranks: Ranks) -> None:
+def follow(executor: Executor, ways: Ways, copy: Callable[[Integers], None], lost: Callable[[], None]) -> None:
     """Do on a rank other than 0 what rank 0 tells, until it ends; the thread sleeps while there is nothing.
 
+    copy: what is to be done of a transfer that was told. lost: called on another thread when rank 0 is gone or a
+    transfer failed, whatever this one waits for.
     Raises RuntimeError when a rank is gone, and what the executor raises: this rank is no longer where the others are.
     """
-    orders, ends = ranks.beside(), ranks.beside()
-    header = torch.empty(HEADER_FIELDS, dtype=torch.int32)
+    orders, beating = ways.orders, Beating(ways.beats, lost)
+    first = np.empty(FIRST_INTEGERS, dtype=np.int32)
+    launched: deque[Launched] = deque()
     with torch.inference_mode():
         while True:
-            orders.broadcast(header)
-            fields = header.tolist()
-            integers = np.empty(num_integers(fields), dtype=np.int32)
-            if len(integers):
-                orders.broadcast(torch.from_numpy(integers))
+            orders.broadcast(torch.from_numpy(first))
+            fields, integers, rest = opened(first)
+            if len(rest):
+                orders.broadcast(torch.from_numpy(rest))
             if fields[0] == Order.END:
+                while launched:
+                    launched.popleft().result()
                 executor.close()
-                ends.say_end()
+                beating.stop()
                 return
             if fields[0] == Order.PREPARE:
                 executor.prepare(lambda done, total: None)
             elif fields[0] == Order.ZERO:
                 executor.zero(integers.astype(np.int64))
+            elif fields[0] == Order.TRANSFER:
+                executor.transfer(partial(copy, integers)).add_done_callback(partial(_check, lost))
             elif fields[0] == Order.PLACE_PAGES:
                 executor.place_pages(placed_of(fields, integers))
             else:
-                _, span, *_ = fields
-                width = model.ends[span].input_width
-                hidden = np.empty((fields[4], width), dtype=model.numpy_dtype)
-                orders.broadcast(torch.from_numpy(_bytes_of(hidden)))
-                executor.launch(batch_of(fields, integers, hidden)).result()
+                if len(launched) == AHEAD:
+                    launched.popleft().result()
+                launched.append(executor.launch(batch_of(fields, integers)))
 
 
-def _bytes_of(hidden: NDArray[np.generic]) -> NDArray[np.uint8]:
-    """The bytes of hidden states, the same memory if they are contiguous."""
-    return np.ascontiguousarray(hidden).reshape(-1).view(np.uint8)
+def _check(lost: Callable[[], None], ended: Future[None]) -> None:
+    """See to it that a transfer that failed is not waited for."""
+    error = ended.exception()
+    if error is not None:
+        logger.error("a transfer failed: %s", error)
+        lost()

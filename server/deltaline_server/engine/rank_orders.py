@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, as integers: first a header of one size, which says how many more there are."""
+"""What rank 0 tells the other ranks, as integers: a header, which says how many more there are, and those."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from deltaline_server.engine.batch_layout import NUM_PAGE_FIELDS
 from deltaline_server.step import StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 
-HEADER_FIELDS = 8
+HEADER_FIELDS = 7
+# Integers of every first message: enough for a decode of 64 rows.
+FIRST_INTEGERS = 1024
 # In place of a number, where a batch has None.
 ABSENT = -1
 # Of a waypoint: its row, its tokens there, its line.
@@ -33,27 +35,27 @@ class Order(IntEnum):
     COMPUTE = 2
     ZERO = 3
     PLACE_PAGES = 4
+    TRANSFER = 5
 
 
 def batch_order(batch: StepBatch) -> tuple[Integers, Integers]:
-    """Return header and integers of a batch: all of it but its hidden states, and what of its output goes where."""
+    """Return header and integers of a batch: all of it but its hidden states, which the layers broadcast, and what of
+    its output goes where."""
     pages, waypoints = (ABSENT if one is None else one.shape[1] for one in (batch.new_pages, batch.waypoints))
     num_rows, has_adapters = batch.control.shape[1] - 1, batch.adapter_places is not None
-    header = _header(
-        Order.COMPUTE, batch.span, num_rows, batch.num_short, batch.num_tokens, has_adapters, pages, waypoints
-    )
+    header = _header(Order.COMPUTE, batch.span, num_rows, batch.num_short, has_adapters, pages, waypoints)
     return header, _packed(batch.control, batch.adapter_places, batch.new_pages, batch.waypoints)
 
 
-def batch_of(header: Sequence[int], integers: Integers, hidden: NDArray[Any]) -> StepBatch:
-    """Return the batch that was told, of which no output is wanted; hidden `[T, width]`."""
-    _, span, _, num_short, *_, has_adapters, pages, waypoints = header
+def batch_of(header: Sequence[int], integers: Integers) -> StepBatch:
+    """Return the batch that was told, without hidden states, and of which no output is wanted."""
+    _, span, _, num_short, has_adapters, pages, waypoints = header
     control, adapters, new_pages, places = _unpacked(integers, _batch_shapes(header))
     return StepBatch(
         span,
         control,
         num_short,
-        (hidden,),
+        (),
         wanted=np.empty(0, dtype=np.int64),
         adapter_places=adapters if has_adapters else None,
         new_pages=None if pages == ABSENT else new_pages,
@@ -64,6 +66,11 @@ def batch_of(header: Sequence[int], integers: Integers, hidden: NDArray[Any]) ->
 def zero_order(lines: NDArray[np.int64]) -> tuple[Integers, Integers]:
     """Return header and integers of lines that are to be zeroed."""
     return _header(Order.ZERO, len(lines)), _packed(lines)
+
+
+def transfer_order(told: Integers) -> tuple[Integers, Integers]:
+    """Return header and integers of what is to be copied between the device's memory and the host's."""
+    return _header(Order.TRANSFER, len(told)), told
 
 
 def place_order(placed: PagesPlaced) -> tuple[Integers, Integers]:
@@ -84,6 +91,25 @@ def bare_order(order: Order) -> tuple[Integers, Integers]:
     return _header(order), _packed()
 
 
+def messages_of(header: Integers, integers: Integers) -> list[Integers]:
+    """Return what is sent of an order: a message of one size, and what it has no room for."""
+    room = FIRST_INTEGERS - HEADER_FIELDS
+    first = np.zeros(FIRST_INTEGERS, dtype=np.int32)
+    first[:HEADER_FIELDS] = header
+    first[HEADER_FIELDS : HEADER_FIELDS + len(integers)] = integers[:room]
+    return [first, integers[room:]] if len(integers) > room else [first]
+
+
+def opened(first: Integers) -> tuple[list[int], Integers, Integers]:
+    """Return an order's header, room for all of its integers, of which the first message's are there, and the part of
+    it that a second message fills."""
+    header = first[:HEADER_FIELDS].tolist()
+    integers = np.empty(num_integers(header), dtype=np.int32)
+    room = FIRST_INTEGERS - HEADER_FIELDS
+    integers[:room] = first[HEADER_FIELDS:][: len(integers)]
+    return header, integers, integers[room:]
+
+
 def num_integers(header: Sequence[int]) -> int:
     """Return how many integers follow a header."""
     return sum(map(math.prod, _shapes(header)))
@@ -93,7 +119,7 @@ def _shapes(header: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The shapes of what follows a header."""
     if header[0] == Order.COMPUTE:
         return _batch_shapes(header)
-    if header[0] == Order.ZERO:
+    if header[0] in (Order.ZERO, Order.TRANSFER):
         return ((header[1],),)
     if header[0] == Order.PLACE_PAGES:
         _, lines, most, copies, *_ = header
@@ -102,7 +128,7 @@ def _shapes(header: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def _batch_shapes(header: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    _, _, rows, _, _, has_adapters, pages, waypoints = header
+    _, _, rows, _, has_adapters, pages, waypoints = header
     return (
         (NUM_FIELDS, rows + 1),
         (rows * has_adapters,),

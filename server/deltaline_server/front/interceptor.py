@@ -27,6 +27,7 @@ from deltaline_server.front.port.gate import Entered, Gate
 from deltaline_server.front.requests import parse
 from deltaline_server.front.trust.principals import Principals, current_principal
 from deltaline_server.front.trust.refusals import Refusals
+from deltaline_server.front.trust.turns import Turns
 from deltaline_server.telemetry.audit import Audit
 from deltaline_server.telemetry.metrics import Metrics, RpcMetrics
 
@@ -82,11 +83,14 @@ class Interceptor(grpc.aio.ServerInterceptor):
         audit: Audit | None = None,
         refusals: Refusals | None = None,
         identity: Identity | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """gate: of the gRPC port; None for one whose clients are trusted, whose refusals go uncounted as well. audit:
-        None where nobody reads it. identity: None for a server that no call can mean by a name."""
+        None where nobody reads it. identity: None for a server that no call can mean by a name. turns: of calls with
+        one request and one reply; None where all are from one principal."""
         self._metrics, self._principals, self._tracing = metrics, principals, tracing
         self._gate, self._audit, self._refusals, self._identity = gate, audit, refusals, identity
+        self._turns = turns
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -127,7 +131,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         audited = AUDITED.get(method) if self._audit is not None else None
 
         async def unary(body: Any, context: Context) -> bytes:
-            async with self._call(method, rpc, enter, context, traced) as entered:
+            async with self._call(method, rpc, enter, context, traced, self._turns) as entered:
                 if entered is not None:
                     body = await entered.request(context)
                 rpc.received.value += 1
@@ -208,10 +212,16 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _call(
-        self, method: str, rpc: RpcMetrics, enter: Enter | None, context: Context, traced: str | None = None
+        self,
+        method: str,
+        rpc: RpcMetrics,
+        enter: Enter | None,
+        context: Context,
+        traced: str | None = None,
+        turns: Turns | None = None,
     ) -> AsyncIterator[Entered | None]:
-        """Count a call, judge who it is from, and trace it if its path is given; turn what it raises into its
-        status."""
+        """Count a call, judge who it is from, let it wait for its turn, and trace it if its path is given; turn what it
+        raises into its status."""
         begin_s, end_s, span, principal = time.perf_counter(), 0.0, None, None
         entered: Entered | None = None
         if self._tracing is not None and traced is not None:
@@ -223,6 +233,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
             principal = self._principals.admit(method, context)
             if self._identity is not None:
                 self._identity.check(method, context)
+            if turns is not None and principal is not None and (wait_s := turns.wait_s(principal.number)):
+                await asyncio.sleep(wait_s)
             yield entered
         except RequestError as error:
             self._metrics.refused(error.refusal.reason, 1)

@@ -24,6 +24,7 @@ from deltaline_server.front.steps.step_parser import StepParser
 from deltaline_server.front.trust.guesses import Guesses
 from deltaline_server.front.trust.principals import Principals, current_principal
 from deltaline_server.front.trust.refusals import Refusals
+from deltaline_server.front.trust.turns import Turns
 from deltaline_server.principal import Principal
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import GRPC_REPLY_TURNS, Scheduler
@@ -60,16 +61,17 @@ class LayerService:
         observer: Observer,
         principals: Principals,
         refusals: Refusals,
+        turns: Turns,
         clock: Callable[[], float],
         tracing: Tracing | None = None,
         states: States,
     ) -> None:
-        """`observer` counts what streams refuse, and `refusals` says when that may be answered; `principals` judges
-        those that live on; `states` are what sequences may begin with; `clock` is the scheduler's: monotonic
-        seconds."""
+        """`observer` counts what streams refuse, and `refusals` says when that may be answered; `turns` says when
+        their steps begin; `principals` judges those that live on; `states` are what sequences may begin with;
+        `clock` is the scheduler's: monotonic seconds."""
         self._tracing, self._principals, self._refusals, self._states = tracing, principals, refusals, states
         self._table, self._scheduler, self._served, self._identity = table, scheduler, served, identity
-        self._observer, self._clock = observer, clock
+        self._observer, self._clock, self._turns = observer, clock, turns
         self._stream_readers: set[asyncio.Task[None]] = set()
         self._budget = SharedBudget(ALL_STREAMS_BYTES)
         self.guesses = Guesses(table.num_slots, clock)
@@ -265,6 +267,8 @@ class LayerService:
                     # What is refused holds the message until then.
                     num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(message.step.inline or b"")
                     await window.acquire(num_bytes)
+                    if wait_s := self._turns.wait_s(principal.number):
+                        await asyncio.sleep(wait_s)
                     if isinstance(step, StepRequest) and step.hidden.nbytes >= LARGE_BYTES:
                         await self._examine(step)
                     num_taken += 1

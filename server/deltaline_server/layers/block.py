@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, LoraWeights, Rows
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.layer_reader import LayerReader
-from deltaline_server.checkpoints.modules import MLP, Activation, MlpNames, Module, Packed, mlp_modules
+from deltaline_server.checkpoints.modules import MLP, MlpNames, Module, Packed, mlp_modules
 from deltaline_server.layers.experts import EXPERTS, ExpertNames, Experts, expert_tensors
 from deltaline_server.layers.norm import rms_norm
 from deltaline_server.layers.projection import load_projection, scaled

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, LoraWeights, Rows
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import (
-    Activation,
     MlpNames,
     Module,
     Packed,

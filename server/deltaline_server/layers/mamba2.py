@@ -15,7 +15,7 @@ from deltaline_server.checkpoints.modules import Module, Packed
 from deltaline_server.layers.projection import load_projection, scaled
 from deltaline_server.layers.shapes import Mamba2Shape
 from deltaline_server.layers.state_pool import LayerState
-from deltaline_server.ranks import Ranks, added
+from deltaline_server.ranks.ways import Ranks, added
 
 
 class Mamba2:

@@ -11,7 +11,7 @@ from torch import Tensor
 from deltaline_kernels import AdapterTiles, LoraWeights, add_lora
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Packed
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 
 # oneDNN lays a weight out for products of so many rows; those of more take no longer with it.
 FEW_ROWS = 16

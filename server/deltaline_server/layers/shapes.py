@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.modules import Activation
 
 # How experts are scored by their logits.
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
@@ -180,7 +180,9 @@ class AttentionShape:
         Raises ModelError if that can't be done.
         """
         if self.qk_norm is QkNorm.WHOLE and world_size > 1:
-            raise ModelError(f"world_size: expected 1, as queries are normalised over all heads, got {world_size}")
+            raise ModelError(
+                f"--tensor-parallel: expected 1, as queries are normalised over all heads, got {world_size}"
+            )
         return replace(
             self,
             num_kv_heads=_share_or_copy(self.num_kv_heads, "key-value heads", world_size),
@@ -225,19 +227,19 @@ class ExpertsShape:
         inner, shared = self.intermediate_size, self.shared_size
         if inner % world_size or shared % world_size:
             expected = f"a divisor of {inner} channels of an expert and {shared} of the shared one"
-            raise ModelError(f"world_size: expected {expected}, got {world_size}")
+            raise ModelError(f"--tensor-parallel: expected {expected}, got {world_size}")
         return replace(self, intermediate_size=inner // world_size, shared_size=shared // world_size)
 
 
 def _share(count: int, what: str, world_size: int) -> int:
     """One rank's share of so many heads. Raises ModelError if they can't be dealt out."""
     if count % world_size:
-        raise ModelError(f"world_size: expected a divisor of {count} {what}, got {world_size}")
+        raise ModelError(f"--tensor-parallel: expected a divisor of {count} {what}, got {world_size}")
     return count // world_size
 
 
 def _share_or_copy(count: int, what: str, world_size: int) -> int:
     """Likewise, where several ranks may have the same one."""
     if count % world_size and world_size % count:
-        raise ModelError(f"world_size: expected a divisor or a multiple of {count} {what}, got {world_size}")
+        raise ModelError(f"--tensor-parallel: expected a divisor or a multiple of {count} {what}, got {world_size}")
     return max(count // world_size, 1)

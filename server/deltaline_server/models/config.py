@@ -8,8 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ConfigReader, ModelError, read_json_object
-from deltaline_server.checkpoints.modules import Activation
 from deltaline_server.errors import shown
 from deltaline_server.layers.shapes import SOFTMAX, AttentionShape, ExpertsShape, MixerShape, QkNorm
 from deltaline_server.layers.streams import StreamConfig, stream_config

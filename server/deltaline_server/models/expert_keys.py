@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deltaline_kernels import MAX_EXPERTS, MAX_TOP_K
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ConfigReader
-from deltaline_server.checkpoints.modules import Activation
 from deltaline_server.layers.shapes import SIGMOID, SOFTMAX, ExpertsShape
 from deltaline_server.models.parts import MAX_SIZE
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ConfigReader
-from deltaline_server.checkpoints.modules import Activation, MlpNames
+from deltaline_server.checkpoints.modules import MlpNames
 from deltaline_server.layers.block import BlockNames
 from deltaline_server.layers.experts import ExpertNames
 from deltaline_server.layers.gated_delta_net import DeltaLayout

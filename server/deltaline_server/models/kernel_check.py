@@ -12,6 +12,15 @@ from deltaline_kernels.selftest.run import run_selftest
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.shapes import AttentionShape, MixerShape
 from deltaline_server.layers.state_pool import StateOptions
+from deltaline_server.models.model import Model
+
+
+def self_test(model: Model, options: StateOptions) -> None:
+    """Compare the kernels as a model's layers call them; on the CPU nothing, where PyTorch computes. Raises ModelError
+    as check_kernels."""
+    if model.device.type != "cpu":
+        for shape in dict.fromkeys(model.shapes):
+            check_kernels(model.device, model.dtype, shape, options, model.block_sizes)
 
 
 def check_kernels(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from deltaline_server.checkpoints.config_reader import ModelError
@@ -94,6 +95,13 @@ class AdapterLayout:
         self._mlp = {module.name: module for module in block_family(config, any_dense).modules}
         self._config, self._scope = config, scope
         self._projections = {kind: self._slices_of(kind) for kind in kinds}
+
+    def of_all_ranks(self) -> list[AdapterLayout]:
+        """The same layers as each rank has them."""
+        layouts = [copy.copy(self) for _ in range(self.placement.world_size)]
+        for rank, layout in enumerate(layouts):
+            layout.placement = replace(self.placement, rank=rank)
+        return layouts
 
     def modules(self, layer: int) -> tuple[Module, ...]:
         """The modules of a served layer, in the order of their projections' rows."""

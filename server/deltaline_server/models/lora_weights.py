@@ -94,8 +94,10 @@ class Adapter:
     weights: tuple[AdapterWeights, ...]
     num_elsewhere: int
     memory: Tensor
+    shares: tuple[Adapter, ...] = ()
+    """On rank 0, the shares of the ranks after it."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory."""
-        return self.memory.numel()
+        return self.memory.numel() + sum(share.num_bytes for share in self.shares)

@@ -20,6 +20,9 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.fingerprint import HashedTensors, fingerprint
 from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.random_tensors import ALGORITHM
+from deltaline_server.checkpoints.read_ahead import ReadAhead
+from deltaline_server.checkpoints.shared_blocks import SharedBlocks
+from deltaline_server.checkpoints.staging import CudaStaging
 from deltaline_server.layers.block import Layer
 from deltaline_server.layers.experts import expert_test_sizes
 from deltaline_server.layers.hybrid import SharedBlock
@@ -28,12 +31,13 @@ from deltaline_server.layers.shapes import AttentionShape, MixerShape
 from deltaline_server.layers.stack import Stack, make_stack
 from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_state
 from deltaline_server.layers.streams import StreamEnds, span_ends
+from deltaline_server.memory.pinning import CudaPinning, HostMemory
 from deltaline_server.models.config import CONFIG_FILE, ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore, store_bytes
 from deltaline_server.models.servable import Auto, auto_spans, layer_kinds, left_out, spans_text
 from deltaline_server.models.weights import CPU, LayerLoader, random_init
-from deltaline_server.ranks import Ranks
+from deltaline_server.ranks.ways import Ranks
 from deltaline_server.step import SpanShapes
 
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
@@ -85,11 +89,11 @@ class Model:
     """Layers in spans.
 
     Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); ends (of each span: what a token
-    is); hidden_size; dtype and numpy_dtype of hidden states; device; shapes (of the layers' mixers on this rank, in the
-    order of their states in a pool); block_sizes (the self-test's arguments for what blocks have beside mixers:
-    residual streams, experts); layout (of what adapters may change); adapters (their places, None where there are
-    none); paged_spans (those with attention layers, which keep pages); left_out (what AUTO left to the orchestrator,
-    and why, in one line; else empty).
+    is); hidden_size; dtype and numpy_dtype of hidden states; device; world_size (ranks that
+    share it); shapes (of the layers' mixers on this rank, in the order of their states in a pool); block_sizes (the
+    self-test's arguments for what blocks have beside mixers: residual streams, experts); layout (of what adapters may
+    change); adapters (their places, None where there are none); paged_spans (those with attention layers, which keep
+    pages); left_out (what AUTO left to the orchestrator, and why, in one line; else empty).
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class Model:
         self.hidden_size = config.hidden_size
         self.dtype = placement.dtype
         self.numpy_dtype = NUMPY_DTYPES[placement.dtype]
-        self.device = placement.device
+        self.device, self.world_size = placement.device, placement.world_size
         self.shapes = tuple(plan.shapes)
         self.block_sizes: dict[str, Any] = {"streams": plan.streams, "hidden": config.hidden_size}
         if plan.loader.experts is not None:
@@ -116,7 +120,7 @@ class Model:
         self.adapters = adapters
         self.left_out = plan.left_out
         self._stacks = tuple(stacks)
-        self._weights = weights
+        self._weights, self._ranks = weights, placement.ranks
         self.paged_spans = frozenset(
             i
             for i, span in enumerate(plan.spans)
@@ -165,7 +169,7 @@ class Model:
     ) -> Tensor:
         """Run the layers of a span over hidden `[T, input width]`, not mutated, to `[T, output width]`.
 
-        Mutates the write lines of `pool`.
+        Mutates the write lines of `pool`. Over ranks hidden is rank 0's: what the others give becomes that.
 
         new_pages: as StatePool.put_pages takes them, those that begin among the rows' tokens; None for none, and where
         the span has no attention layers.
@@ -173,6 +177,8 @@ class Model:
         adapter_slots: int32 `[N]`, contiguous, the place of each row's adapter, -1 for none; None where no row has one.
         Raises ValueError: rows with adapters, and no places for any.
         """
+        if self._ranks is not None:
+            self._ranks.broadcast(hidden)
         if new_pages is not None:
             pool.put_pages(new_pages)
         tiles = None
@@ -206,7 +212,8 @@ def _load(plan: ModelPlan, options: ModelOptions, report: Callable[[int, int], o
     requested = options.adapters
     store = None if requested is None else AdapterStore(plan.layout, requested.num_places, requested.max_rank)
     layers: dict[int, Layer | HyperBlock | SharedBlock] = {}
-    for number in plan.layers:
+    order = plan.hashed.begin(plan.stored()) if isinstance(plan.hashed, ReadAhead) else plan.layers
+    for number in order:
         report(len(layers), len(plan.layers))
         adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
         load = plan.loader.block if options.scope is Scope.BLOCK else plan.loader.mixer
@@ -263,7 +270,8 @@ class ModelPlan:
     """What to load: everything is checked, no weight is read. `layers` are those of the spans, in their order.
 
     streams: residual streams within the spans, 0 where layers pass on `[T, hidden]`. hashed: what the loader reads from
-    where it hashes what it reads. left_out: as Model has it.
+    where it hashes what it reads. shared: what it reads blocks through that layers share, None where there are none.
+    left_out: as Model has it.
     """
 
     config: ModelConfig
@@ -273,8 +281,20 @@ class ModelPlan:
     layers: list[int]
     layout: AdapterLayout
     loader: LayerLoader
-    hashed: HashedTensors | None
+    hashed: HashedTensors | ReadAhead | None
+    shared: SharedBlocks | None
     left_out: str
+
+    def stored(self) -> dict[int, list[str]]:
+        """The names of the checkpoint's tensors that each layer is the first to be loaded of."""
+        found, known = dict[int, list[str]](), set[str]()
+        for layer in self.layers:
+            names = self.loader.stored(layer)
+            if self.shared is not None:
+                names = [part for name in names for part in self.shared.stored(name)]
+            found[layer] = [name for name in names if name not in known]
+            known.update(names)
+        return found
 
     @property
     def shapes(self) -> list[MixerShape]:
@@ -309,12 +329,15 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
         layers = sorted(layer for span in spans for layer in span)
         dtype = options.dtype or getattr(torch, config.dtype or "float32")
         placement = Placement(_with_index(device), dtype, options.rank, options.world_size, options.ranks)
-        hashed = HashedTensors(checkpoint) if hashes and checkpoint is not None else None
+        hashed: HashedTensors | ReadAhead | None = None
+        if hashes and checkpoint is not None:
+            hashed = stack.enter_context(_hashed(checkpoint, placement.device))
         source: TensorSource = (
             hashed or checkpoint or random_init(config, layers, options.scope, options.seed, placement.device)
         )
+        shared: SharedBlocks | None = None
         if checkpoint is not None and config.shared_blocks is not None:
-            source = config.shared_blocks.of(source, config.layers)
+            source = shared = config.shared_blocks.of(source, config.layers)
         loader = LayerLoader(source, config, layers, options.scope, placement)
         streams = config.streams if options.scope is Scope.BLOCK else None
         token = SpanShapes(config.hidden_size, dtype.itemsize)
@@ -323,7 +346,23 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
             loader.check_head()
         layout = AdapterLayout(config, options.scope, layers, placement)
         num_streams = 0 if streams is None else streams.count
-        yield ModelPlan(config, spans, ends, num_streams, layers, layout, loader, hashed, left)
+        yield ModelPlan(config, spans, ends, num_streams, layers, layout, loader, hashed, shared, left)
+
+
+@contextmanager
+def _hashed(checkpoint: Checkpoint, device: torch.device) -> Iterator[HashedTensors | ReadAhead]:
+    """What reads a checkpoint for a device, and hashes what it reads; what memory it had is given back at the end."""
+    if device.type == "cpu":  # which computes with what the kernel maps
+        yield HashedTensors(checkpoint)
+        return
+    memory = HostMemory(CudaPinning(device))
+    try:
+        with ReadAhead(checkpoint, CudaStaging(device, memory.allocate)) as source:
+            yield source
+    finally:
+        torch.cuda.synchronize(device)  # nothing is copied from its memory any more
+        memory.close()
+        torch.cuda.empty_cache()
 
 
 def _choose_spans(config: ModelConfig, options: ModelOptions) -> tuple[tuple[range, ...], str]:

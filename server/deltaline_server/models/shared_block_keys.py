@@ -26,7 +26,7 @@ class SharedBlockKeys:
         count = config.integer("num_mem_blocks", 1, MAX_LAYERS, default=1)
         return cls(count, config.flag("use_shared_attention_adapter", default=False))
 
-    def of(self, source: TensorSource, layers: Sequence[LayerConfig]) -> TensorSource:
+    def of(self, source: TensorSource, layers: Sequence[LayerConfig]) -> SharedBlocks:
         """The source of a checkpoint's tensors with what each layer makes of its block."""
         users = [layer.index for layer in layers if layer.mixer is MixerKind.MAMBA2_BEHIND_ATTENTION]
         return SharedBlocks(source, users, self.count, attention_adapters=self.attention_adapters)

@@ -135,8 +135,7 @@ class LayerLoader:
     def __init__(
         self, source: TensorSource, config: ModelConfig, layers: Sequence[int], scope: Scope, placement: Placement
     ) -> None:
-        source = RespelledTensors(source, config.family.spellings)
-        self._source, self._config = source, config
+        self._source, self._config = RespelledTensors(source, config.family.spellings), config
         self._placement = placement
         self._kinds = kinds = layer_kinds(config, layers, scope)
         distinct = dict.fromkeys(kinds.values())
@@ -149,7 +148,7 @@ class LayerLoader:
         }
         self.shapes: dict[int, tuple[MixerShape, ...]] = {i: shares[kind] for i, kind in kinds.items()}
         self.experts = _share_mlps(config, {kind.mlp for kind in distinct}, placement.world_size)
-        self._prefix = _check_tensors(source, config, kinds, scope)
+        self._prefix, self._names = _check_tensors(self._source, config, kinds, scope)
 
     def mixer(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer:
         """Load the mixer of a layer that has one, with these adapters' slots."""
@@ -162,6 +161,10 @@ class LayerLoader:
         kind = self._kinds[layer]
         mixer = None if kind.mixer is None else self.mixer(layer, adapters)
         return self._blocks[kind].block(self.reader(layer), mixer, adapters)
+
+    def stored(self, layer: int) -> list[str]:
+        """The names of the source's tensors of which a layer is loaded."""
+        return [part for name in self._names[layer] for part in self._source.stored(name)]
 
     def check_head(self) -> None:
         """Raise ModelError unless the source has the head of a model with streams."""
@@ -195,14 +198,17 @@ def _share_mlps(config: ModelConfig, mlps: Collection[MlpKind | None], world_siz
     """
     inner = config.intermediate_size
     if MlpKind.DENSE in mlps and inner % world_size:
-        raise ModelError(f"world_size: expected a divisor of intermediate_size {inner}, got {world_size}")
+        raise ModelError(f"--tensor-parallel: expected a divisor of intermediate_size {inner}, got {world_size}")
     if config.experts is None or MlpKind.MIXTURE_OF_EXPERTS not in mlps:
         return None
     return config.experts.shard(world_size)
 
 
-def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int, LayerKind], scope: Scope) -> str:
-    """Return the prefix of the layers' tensors. Raises ModelError on the first tensor that is not as expected."""
+def _check_tensors(
+    source: TensorSource, config: ModelConfig, kinds: Mapping[int, LayerKind], scope: Scope
+) -> tuple[str, dict[int, list[str]]]:
+    """Return the prefix of the layers' tensors, and the names of each layer's. Raises ModelError on the first tensor
+    that is not as expected."""
     found: dict[str, set[str]] = {}
     for name in source.names:
         prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
@@ -212,7 +218,7 @@ def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int
         raise ModelError(f"layers: expected tensors named {' or '.join(PREFIXES)}N, got {sorted(found) or 'none'}")
     [(prefix, names)] = found.items()
     of_kind = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
-    stored = config.family.blocks.experts
+    stored, found_names = config.family.blocks.experts, dict[int, list[str]]()
     for i, kind in kinds.items():
         held = {name.removeprefix(f"{i}.") for name in names if name.startswith(f"{i}.")}
         is_stacked = stored.stacks[0] in held or not any(".experts.0." in name for name in held)
@@ -228,7 +234,8 @@ def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int
             raise ModelError(f"{prefix}{i}.{name}: expected no such tensor in a served layer, found one{_reason(name)}")
         for name, shape in expected.items():
             _check_tensor(source, f"{prefix}{i}.{name}", shape)
-    return prefix
+        found_names[i] = [f"{prefix}{i}.{name}" for name in expected]
+    return prefix, found_names
 
 
 def _reason(name: str) -> str:

@@ -258,10 +258,13 @@ class Queue:
         self.places.drop(span, slot, first)
         self._table.settle(np.array([slot]))
 
-    def poison(self, slot: int) -> None:
-        """A slot's state can't be trusted: refuse its rows, on spans where some are in flight once they are back."""
-        ledger = self._table.ledger
-        self._table.poison(slot)
+    def poison(self, slot: int, is_lost: bool = False) -> None:
+        """A slot's state can't be trusted: refuse its rows, on spans where some are in flight once they are back.
+
+        is_lost: it went with the device, whose server is about to end; it says that alone."""
+        ledger, reason = self._table.ledger, Reason.STOPPING if is_lost else Reason.STATE_POISONED
+        if not is_lost:
+            self._table.poison(slot)
         for span, step_index in enumerate(self._index):
             steps = range(int(ledger.done.step[span, slot]) + 1, int(ledger.tail.step[span, slot]) + 1)
             if step_index.in_flight[slot]:
@@ -271,7 +274,7 @@ class Queue:
                     pending.discard(index)
             elif steps:
                 pending, index = self._find(span, slot, steps[0])
-                self.refuse(pending, index, ledger.refusal(Reason.STATE_POISONED, span, slot))
+                self.refuse(pending, index, ledger.refusal(reason, span, slot))
 
     def let_go(self, slot: int, refusal: Refusal) -> None:
         """A slot's sequence, of which nothing is in flight, is over: refuse the steps that wait for it."""

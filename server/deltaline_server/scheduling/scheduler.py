@@ -352,14 +352,14 @@ class Scheduler:
         row = 0
         for rows in batch.scheduled:
             if len(rows.index):
-                self._settle_rows(rows, result.finite[row : row + len(rows.taken)][rows.running])
+                self._settle_rows(rows, result.finite[row : row + len(rows.taken)][rows.running], result.is_lost)
             row += len(rows.taken)
         if not result.failed:
             span, num_short = batch.batch.span, batch.batch.num_short
             self._batch_time.measured(span, num_short, batch.num_long_tokens, result.compute_s, self._last_completed_s)
         self._observer.batch_done(batch.timing(result))
 
-    def _settle_rows(self, rows: ScheduledRows, sound: NDArray[np.bool_]) -> None:
+    def _settle_rows(self, rows: ScheduledRows, sound: NDArray[np.bool_], is_lost: bool) -> None:
         pending = rows.pending
         self._queue.returned(rows)
         if pending.has_failures:
@@ -371,7 +371,7 @@ class Scheduler:
         if rows.is_last and sound.any():
             self._finish_rows(pending, rows.index[sound], rows.slots[sound])
         for slot in rows.slots[~sound].tolist():
-            self._queue.poison(slot)
+            self._queue.poison(slot, is_lost)
             self._waypoints.table.drop(slot)
 
     def _freed(self, slot: int) -> None:

@@ -59,7 +59,7 @@ def main() -> int:
 def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
     """Return the sizes as a page of text. host_bytes: of the host's memory where the server computes in it."""
     plan, state = sizes.plan, sizes.state
-    spans = ", ".join(f"{span.start}:{span.stop}" for span in plan.spans)
+    spans, ranks = ", ".join(f"{span.start}:{span.stop}" for span in plan.spans), config.tensor_parallel
     dtype = str(plan.layout.placement.dtype).removeprefix("torch.")
     lines = [
         f"{plan.config.model_type}, {config.scope} scope, spans {spans}, {dtype}, state in {config.state_dtype}",
@@ -67,11 +67,17 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
         "",
     ]
     parts = list(dict.fromkeys(part for layer in sizes.layers for part in layer.line))
-    heads = ("of each layer", "layers", "weights", *(_PART_NAMES[part] for part in parts), "a token in pages")
+    heads = (
+        "of each layer" if ranks == 1 else "a rank's share of each layer",
+        "layers",
+        "weights",
+        *(_PART_NAMES[part] for part in parts),
+        "a token in pages",
+    )
     lines += _table([heads, *(_row(layer, parts) for layer in sizes.layers)])
     weights = sizes.weight_bytes
     rows = [
-        ("on the device", "bytes", ""),
+        ("on the device" if ranks == 1 else f"on each of {ranks} devices", "bytes", ""),
         ("weights", _number(weights), _readable(weights)),
         (f"lines of {sizes.options.counted_lines}", *_both(_lines_bytes(sizes))),
     ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.computing import model_options
 from deltaline_server.config import Config
 from deltaline_server.memory.host import host_bytes
-from deltaline_server.runtime import model_options
 from deltaline_server.sizing.sizes import size
 
 

@@ -13,16 +13,16 @@ import torch
 
 from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.computing import model_options, spare_lines_of, state_options
 from deltaline_server.config import Config
 from deltaline_server.layers.hyper_connection import CONNECTIONS, head_tensors
 from deltaline_server.layers.shapes import AttentionShape, MixerShape
 from deltaline_server.layers.state_pool import StateOptions, StatePlan, line_parts, plan_state
-from deltaline_server.models.config import Scope
+from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.model import ModelPlan, check_model, open_plan
 from deltaline_server.models.parts import LayerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
 from deltaline_server.models.weights import expected_tensors
-from deltaline_server.runtime import model_options, spare_lines_of, state_options
 from deltaline_server.snapshots.device.transfer import staging_bytes
 from deltaline_server.snapshots.layout import StateLayer, StateLayout
 
@@ -167,16 +167,17 @@ def _layer_size(
 ) -> LayerSize:
     """The sizes of the layers of one kind, which are alike."""
     shapes, dtype = plan.loader.shapes[layers[0]], plan.layout.placement.dtype
+    config = _share(plan, kind)
     has_terms = dtype == torch.bfloat16 and not plan.config.residual_in_fp32
     weight_bytes = sum(
         math.prod(size) * _weight_dtype(name, size, dtype).itemsize + (_term_bytes(name, size) if has_terms else 0)
-        for name, size in expected_tensors(plan.config, kind, scope).items()
+        for name, size in expected_tensors(config, kind, scope).items()
     )
-    if plan.config.experts is not None and kind.mlp is MlpKind.MIXTURE_OF_EXPERTS:
+    if config.experts is not None and kind.mlp is MlpKind.MIXTURE_OF_EXPERTS:
         # The shared expert is kept as whole ones of the others' size.
-        experts = plan.config.experts
+        experts = config.experts
         zeros = experts.num_shared * experts.intermediate_size - experts.shared_size
-        weight_bytes += 3 * zeros * plan.config.hidden_size * dtype.itemsize
+        weight_bytes += 3 * zeros * config.hidden_size * dtype.itemsize
     line, token_bytes = dict[str, int](), 0
     for shape in shapes:
         if isinstance(shape, AttentionShape):
@@ -184,6 +185,17 @@ def _layer_size(
         else:
             line = line_parts(shape, state, dtype)
     return LayerSize(str(kind), tuple(layers), line, token_bytes, weight_bytes)
+
+
+def _share(plan: ModelPlan, kind: LayerKind) -> ModelConfig:
+    """The config of a model whose layers of a kind are as large as one rank's share of them."""
+    config, ranks = plan.config, plan.layout.placement.world_size
+    return replace(
+        config,
+        shapes={mixer: config.shapes[mixer].shard(ranks) for mixer in kind.mixers},
+        intermediate_size=config.intermediate_size // ranks,
+        experts=plan.loader.experts,
+    )
 
 
 def _weight_dtype(name: str, size: Sequence[int], dtype: torch.dtype) -> torch.dtype:

@@ -19,6 +19,7 @@ import numpy as np
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.backlog import Backlog
+from deltaline_server.snapshots.device.shared_transfer import SharedTransfer
 from deltaline_server.snapshots.device.transfer import Commits, StatePlace, StateTransfer
 from deltaline_server.snapshots.files import FileTier, Miss
 from deltaline_server.snapshots.header import StateHeader
@@ -63,7 +64,7 @@ class Moves:
         host: HostTier,
         files: FileTier | None,
         fingerprint: bytes,
-        transfer: StateTransfer,
+        transfer: StateTransfer | SharedTransfer,
         begin: Begin,
         snapshots: SnapshotTable,
         capture: Capture,

@@ -16,6 +16,8 @@ from deltaline_server.memory.mappings import Pinning
 from deltaline_server.models.model import NUMPY_DTYPES, Model
 from deltaline_server.models.parts import LayerKind
 from deltaline_server.principal import Principal
+from deltaline_server.ranks.ways import Ranks
+from deltaline_server.snapshots.device.shared_transfer import SharedTransfer, ShareTransfer, Told
 from deltaline_server.snapshots.device.transfer import StateTransfer
 from deltaline_server.snapshots.directory import StateDirectory, StateDirectoryError
 from deltaline_server.snapshots.exchange import Exchange
@@ -29,6 +31,9 @@ from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.pages import PagesPlaced
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 from deltaline_server.tables.sequences import SequenceTable
+
+Shared = tuple[Ranks, Callable[[Told], None]]
+"""A way for states' bytes, and what tells the other ranks to copy."""
 
 
 @dataclass(frozen=True)
@@ -76,22 +81,29 @@ class Tiers:
         snapshots: SnapshotTable,
         capture: Capture,
         adapters: SequenceAdapters,
+        shared: Shared | None = None,
     ) -> Moves | None:
         """What moves the snapshots of a table between the tiers from now on, None where there are none; allocates its
-        memory on the device. begin: as Engine.transfer."""
+        memory on the device. begin: as Engine.transfer. shared: of a server over ranks."""
         if self.host is None:
             return None
         snapshots.lower = moves = Moves(
             host=self.host,
             files=self.files,
             fingerprint=self.fingerprint,
-            transfer=StateTransfer(self.layout, layer_numbers(model), pool),
+            transfer=self._transfer(model, pool, shared),
             begin=begin,
             snapshots=snapshots,
             capture=capture,
             adapters=adapters,
         )
         return moves
+
+    def _transfer(self, model: Model, pool: StatePool, shared: Shared | None) -> StateTransfer | SharedTransfer:
+        if shared is None:
+            return StateTransfer(self.layout, layer_numbers(model), pool)
+        way, tell = shared
+        return SharedTransfer(self.layout, make_share(model, pool, way), way, tell)
 
     def exchange(
         self, model: Model, pool: StatePool, moves: Moves | None, snapshots: SnapshotTable, adapters: SequenceAdapters
@@ -150,6 +162,11 @@ class Tiers:
             await self.files.close()
         if self.host is not None:
             self.host.close()
+
+
+def make_share(model: Model, pool: StatePool, way: Ranks) -> ShareTransfer:
+    """What gathers and scatters a rank's share of states; way: as ShareTransfer has it."""
+    return ShareTransfer(make_layout(model, pool), model, layer_numbers(model), pool, way)
 
 
 def make_layout(model: Model, pool: StatePool) -> StateLayout:

@@ -84,6 +84,18 @@ def test_what_does_not_change_it(tmp_path: Path) -> None:
     assert fingerprint_of(model) == fingerprint_of(again) == fingerprint_of(model, max_context=100, seed=5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [GATED_DELTA_NET, MAMBA2, HYBRID], ids=["gated_delta", "mamba2", "hybrid"])
+def test_a_gpu_reads_the_same(tmp_path: Path, config: dict[str, Any]) -> None:
+    """By other ways: ahead, by several threads, in the order of the files."""
+    model = write_model(tmp_path / "model", config)
+    scope = Scope.MIXER if config is MAMBA2 else Scope.BLOCK
+    here, there = (
+        load_model(ModelOptions(torch.device(device), model=model, scope=scope)) for device in ("cpu", "cuda")
+    )
+    assert here.fingerprint(torch.float32, 1) == there.fingerprint(torch.float32, 1)
+
+
 def test_a_seed_stands_for_the_weights(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GATED_DELTA_NET))

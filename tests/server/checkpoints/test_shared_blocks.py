@@ -69,6 +69,8 @@ def test_each_use_has_the_block_with_its_own_matrices(stored: dict[str, Tensor])
             source.read(f"model.layers.{layer}.{norm}", ALL, ALL), stored[f"model.layers.{first}.{norm}"]
         )
     assert torch.equal(source.read("model.norm.weight", ALL, ALL), stored["model.norm.weight"])
+    parts = [part for name in source.names for part in source.stored(name)]
+    assert set(parts) == stored.keys() and len(parts) == len(stored) + 2, "of layer 4 what is layer 1's"
 
 
 def test_a_layer_that_has_a_block_of_its_own_uses_that(stored: dict[str, Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -64,3 +65,23 @@ async def test_a_refusal_that_is_kept_back_keeps_no_message() -> None:
     context.may_end.set()
     with pytest.raises(AbortError):
         await answering
+
+
+async def test_a_call_that_has_to_wait_for_its_turn_does_not_reach_its_handler() -> None:
+    metrics, waits_s, seen = Metrics([layer_service_pb2.DESCRIPTOR.services_by_name["LayerService"]]), [0.0, 600.0], []
+    turns: Any = SimpleNamespace(wait_s=lambda number: waits_s.pop(0))
+
+    async def answer(message: Any, context: Any) -> bytes:
+        seen.append(message)
+        return b""
+
+    handler: Any = grpc.unary_unary_rpc_method_handler(answer)
+    wrapped: Any = Interceptor(metrics, Principals(), turns=turns).wrap(handler, STEP)
+    assert await wrapped.unary_unary(b"first", Context()) == b""
+    waiting = asyncio.create_task(wrapped.unary_unary(b"second", Context()))
+    await asyncio.sleep(0.01)
+    assert (waits_s, seen) == ([], [b"first"])
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert seen == [b"first"]

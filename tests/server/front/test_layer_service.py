@@ -26,6 +26,7 @@ from deltaline_server.front.layer_service import LayerService
 from deltaline_server.front.requests import Served
 from deltaline_server.front.trust.principals import Principals
 from deltaline_server.front.trust.refusals import Refusals
+from deltaline_server.front.trust.turns import Turns
 from deltaline_server.memory.regions import Regions
 from deltaline_server.step import RowKind, SpanShapes
 from deltaline_server.tables import kept_replies
@@ -36,7 +37,8 @@ async def test_a_line_is_free_once_the_last_step_of_its_closed_sequence_is_answe
     shapes, regions = [SpanShapes(2, 4)], Regions(limit_bytes=0, default_lease_s=1, max_lease_s=1, clock=lambda: 0.0)
     served = Served(make_limits(), shapes, np.dtype(np.float32), regions)
     parts: dict[str, Any] = {"table": rig.table, "scheduler": rig.scheduler, "observer": rig.counts}
-    parts |= {"principals": Principals(), "refusals": Refusals(lambda: rig.now), "states": None, "identity": Identity()}
+    parts |= {"principals": Principals(), "refusals": Refusals(lambda: rig.now), "turns": Turns(lambda: rig.now)}
+    parts |= {"states": None, "identity": Identity()}
     service = LayerService(**parts, served=served, clock=lambda: rig.now)
     (handle,) = rig.open()
     step = rig.submit(rig.request((handle, RowKind.DECODE, 1, 0, -1, [1.0])))

@@ -137,7 +137,7 @@ def test_the_outputs_of_two_ranks_sum_to_the_whole(
 
 def test_ranks_that_cannot_share_experts_are_refused() -> None:
     expected = "a divisor of 8 channels of an expert and 12 of the shared one, got 8"
-    with pytest.raises(ModelError, match=f"world_size: expected {expected}"):
+    with pytest.raises(ModelError, match=f"--tensor-parallel: expected {expected}"):
         SHAPE.shard(8)
 
 

@@ -158,7 +158,9 @@ def test_what_is_normalised_over_all_heads_is_not_shared_out(
     tmp_path: Path, write_checkpoint: Callable[..., Any]
 ) -> None:
     oracle = Oracle(write_checkpoint(tmp_path, "olmo_hybrid", **WRITTEN, **OLMO), tmp_path)
-    with pytest.raises(ModelError, match="world_size: expected 1, as queries are normalised over all heads, got 2"):
+    with pytest.raises(
+        ModelError, match="--tensor-parallel: expected 1, as queries are normalised over all heads, got 2"
+    ):
         check_model(oracle.options(world_size=2))
     check_model(oracle.options(world_size=2, scope=Scope.MIXER, layers=range(1)))
 

@@ -113,7 +113,7 @@ def test_the_mixer_outputs_of_two_ranks_sum_to_the_whole(oracle: Oracle, device:
     first, second = (serve(replace(options, rank=rank, world_size=2)).step(hidden, [1], [70]) for rank in (0, 1))
     assert_close(first + second, oracle.run(span, hidden, scope=Scope.MIXER))
     with pytest.raises(
-        ModelError, match=r"world_size: expected a divisor (of 4 heads|of 6 query heads|of 2 key heads), got 8"
+        ModelError, match=r"--tensor-parallel: expected a divisor (of 4 heads|of 6 query heads|of 2 key heads), got 8"
     ):
         load_model(replace(options, world_size=8))
 

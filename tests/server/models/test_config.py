@@ -151,7 +151,7 @@ def test_a_directory_is_read(tmp_path: Path) -> None:
 def test_heads_are_dealt_out_or_refused() -> None:
     shape = ModelConfig.from_mapping(NEXT).shapes[LINEAR]
     assert shape.shard(2) == GatedDeltaNetShape(2, 4, 64, 32, 4)
-    with pytest.raises(ModelError, match="world_size: expected a divisor of 4 key heads, got 3"):
+    with pytest.raises(ModelError, match="--tensor-parallel: expected a divisor of 4 key heads, got 3"):
         shape.shard(3)
 
 

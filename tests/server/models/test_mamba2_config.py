@@ -122,9 +122,9 @@ def test_groups_are_dealt_out_or_refused() -> None:
     shape = ModelConfig.from_mapping(NEMOTRON).shapes[MixerKind.MAMBA2]
     assert shape.shard(2) == Mamba2Shape(2, 4, 32, 12, 4, 2, (0.001, math.inf), has_conv_bias=True, has_bias=False)
     assert shape.shard(8) == Mamba2Shape(1, 1, 32, 12, 4, 1, (0.001, math.inf), has_conv_bias=True, has_bias=False)
-    with pytest.raises(ModelError, match="world_size: expected a divisor or a multiple of 4 groups, got 3"):
+    with pytest.raises(ModelError, match="--tensor-parallel: expected a divisor or a multiple of 4 groups, got 3"):
         shape.shard(3)
-    with pytest.raises(ModelError, match="world_size: expected a divisor of 8 heads, got 16"):
+    with pytest.raises(ModelError, match="--tensor-parallel: expected a divisor of 8 heads, got 16"):
         shape.shard(16)
     uneven = Mamba2Shape(4, 8, 32, 12, 4, 3, (0.001, math.inf), has_conv_bias=True, has_bias=False)
     with pytest.raises(ModelError, match="expected a divisor or a multiple of 3 groups of the mixer's norm, got 2"):

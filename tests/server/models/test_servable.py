@@ -12,11 +12,11 @@ import torch
 from rigs.small_models import GATED_DELTA_NET, HYBRID, ZAMBA
 
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.computing import model_options
 from deltaline_server.config import Config
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.model import ModelOptions, check_model, load_model, open_plan
 from deltaline_server.models.servable import Auto, auto_spans, runs
-from deltaline_server.runtime import model_options
 from deltaline_server.sizing.__main__ import report
 from deltaline_server.sizing.sizes import size
 

@@ -149,10 +149,10 @@ def test_a_placement_that_cannot_be_is_refused(rank: int, world_size: int, messa
 
 
 def test_ranks_must_divide_the_heads_and_the_mlp() -> None:
-    with pytest.raises(ModelError, match="world_size: expected a divisor of 2 key heads, got 3"):
+    with pytest.raises(ModelError, match="--tensor-parallel: expected a divisor of 2 key heads, got 3"):
         LayerLoader(base_weights(NEXT), NEXT, [0], Scope.MIXER, Placement(CPU, torch.float32, 0, 3))
     odd = ModelConfig.from_mapping(CONFIG | {"intermediate_size": 35})
-    with pytest.raises(ModelError, match="world_size: expected a divisor of intermediate_size 35, got 2"):
+    with pytest.raises(ModelError, match="--tensor-parallel: expected a divisor of intermediate_size 35, got 2"):
         LayerLoader(base_weights(odd), odd, [0], Scope.BLOCK, Placement(CPU, torch.float32, 0, 2))
 
 

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 from rigs import small_models
+from rigs.ranked_layers import MODELS as RANKED
 from safetensors.torch import save_file
 
 from deltaline_cli import main
 from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.computing import model_options, state_options
 from deltaline_server.config import Config
 from deltaline_server.engine.engine import Engine
 from deltaline_server.layers.kv_cache import COPIES
@@ -28,7 +30,7 @@ from deltaline_server.layers.state_pool import LayerState
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import Model, load_model, open_plan
 from deltaline_server.models.weights import random_init
-from deltaline_server.runtime import Runtime, model_options
+from deltaline_server.runtime import Runtime
 from deltaline_server.sizing import __main__ as sizing
 from deltaline_server.sizing import host
 from deltaline_server.sizing.sizes import size
@@ -149,6 +151,16 @@ def test_weights_of_streams_are_what_the_server_loads(name: str, dtype: str, end
     held = list(tensors_of(load_model(model_options(config))))
     assert size(config, None).weight_bytes == sum(tensor.nbytes for tensor in held)
     assert any(t.ndim == 3 and t.dtype == torch.bfloat16 for t in held) == (name == "streams" and dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("name", RANKED)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_of_ranks_it_is_what_each_of_them_loads(name: str, world_size: int, tmp_path: Path) -> None:
+    config = config_of(tmp_path, RANKED[name], tensor_parallel=world_size)
+    sizes, model = size(config, None), load_model(model_options(config))
+    pool = model.make_pool(state_options(config))
+    assert sizes.weight_bytes == sum(tensor.nbytes for tensor in tensors_of(model))
+    assert (sizes.state.line_bytes, sizes.state.total_bytes) == (pool.bytes_per_sequence, pool.total_bytes)
 
 
 @pytest.mark.parametrize("name", MODELS)

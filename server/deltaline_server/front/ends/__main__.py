@@ -9,7 +9,6 @@ many calls it refused for which reason, and ends when the core does.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import resource
@@ -32,13 +31,13 @@ from deltaline_server.front.grpc_port import SERVICES, add_port, grpc_options
 from deltaline_server.front.port.descriptors import connections
 from deltaline_server.front.port.gate import Gate
 from deltaline_server.front.trust.tls import Tls
+from deltaline_server.ranks.parent import end_with_parent
 
 # Time for the last replies to leave when the core has ended.
 GRACE_S = 0.5
 TELL_S = 0.5
 # gRPC would else let each call that nobody reads yet fill a window of megabytes, where a client's link is fast.
 _NO_PROBE = ("grpc.http2.bdp_probe", 0)
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -47,7 +46,7 @@ def main() -> int:
     # It ends with the core, whose drain it is to serve: signals to the whole group are the core's.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     limit = most_bytes(int(message_bytes))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     log.configure(level, log_format)

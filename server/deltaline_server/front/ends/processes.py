@@ -32,6 +32,9 @@ MAX_DELAY_S = 1.0
 STEADY_S = 2.0
 # How long a front end may take to end once its connection is over.
 END_S = 5.0
+# They do no linear algebra. numpy's would start a thread for each processor at once, 41 MB each: on 32 of them more
+# than the memory that a front end may take.
+_NO_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 
 _log = logging.getLogger(__name__)
 
@@ -215,7 +218,12 @@ async def _spawn(command: Sequence[str]) -> tuple[socket.socket, asyncio.subproc
             make_room(ours)
             make_room(theirs)
             process = await asyncio.create_subprocess_exec(
-                *command, str(theirs.fileno()), stdin=DEVNULL, stdout=PIPE, pass_fds=(theirs.fileno(),)
+                *command,
+                str(theirs.fileno()),
+                stdin=DEVNULL,
+                stdout=PIPE,
+                pass_fds=(theirs.fileno(),),
+                env=os.environ | _NO_THREADS,
             )
     except BaseException:
         ours.close()

@@ -85,6 +85,14 @@ async def test_sockets_without_room_for_packets_end_the_start_in_words(
         await make_front_ends(Time(1)).start(1, SERVED, command(SERVES))
 
 
+async def test_numpy_starts_no_threads_in_one(
+    make_front_ends: Callable[..., FrontEnds], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    program = f"import os, numpy; assert len(os.listdir('/proc/self/task')) == 1; {SERVES}"
+    await make_front_ends(Time(1)).start(1, SERVED, command(program))
+
+
 async def test_one_that_crashes_is_started_later_and_later(make_front_ends: Callable[..., FrontEnds]) -> None:
     time = Time(6)
     front_ends = make_front_ends(time)

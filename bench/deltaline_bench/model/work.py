@@ -1,0 +1,104 @@
+"""The least that a batch of a model must do: its products, and the bytes that it must read and write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, MixerShape, RecurrentShape
+from deltaline_server.models.config import ModelConfig, Scope
+from deltaline_server.models.parts import LayerKind, MlpKind
+from deltaline_server.models.servable import layer_kinds
+from deltaline_server.models.weights import expected_tensors, served_modules
+
+STATE_ITEMSIZE = 4
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """The products of one layer: `[out, in]` of each that all tokens have, and its experts if it has any."""
+
+    dense: tuple[tuple[int, int], ...]
+    experts: ExpertsShape | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the layers of a model must do. itemsize: bytes of a weight and of a hidden state's value."""
+
+    config: ModelConfig
+    itemsize: int
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """The kinds of its layers."""
+        return list(layer_kinds(self.config, range(len(self.config.layers)), Scope.BLOCK).values())
+
+    def layers(self) -> Iterator[LayerWork]:
+        """The products of each layer."""
+        config = self.config
+        for kind in self.kinds:
+            sizes: dict[str, list[int]] = {}
+            for module in served_modules(config, kind, Scope.BLOCK):
+                rows, columns = sizes.setdefault(module.packed, [0, module.columns])
+                sizes[module.packed] = [rows + module.rows, columns]
+            dense = [(rows, columns) for rows, columns in sizes.values()]
+            experts = config.experts if kind.mlp is MlpKind.MIXTURE_OF_EXPERTS else None
+            if experts is not None:
+                hidden, shared = config.hidden_size, experts.shared_size
+                gates = experts.num_experts + experts.has_shared_gate
+                dense += [(gates, hidden), (2 * shared, hidden), (hidden, shared)]
+            yield LayerWork(tuple(dense), experts)
+
+    def weight_bytes(self, tokens: int) -> int:
+        """Bytes of all weights that so many tokens need: of experts those that are touched, on average, if each token
+        chooses evenly."""
+        config, total = self.config, 0
+        for kind in self.kinds:
+            for name, shape in expected_tensors(config, kind, Scope.BLOCK).items():
+                values = math.prod(shape)
+                if config.experts is not None and name in config.family.blocks.experts.stacks:
+                    values = round(values * touched_share(config.experts, tokens))
+                total += values * self.itemsize
+        return total
+
+    def state_bytes(self) -> int:
+        """Bytes of the conv and recurrent states of one sequence, which a step reads and writes."""
+        total = 0
+        for shape in self._shapes:
+            if isinstance(shape, RecurrentShape):
+                total += math.prod(shape.state) * STATE_ITEMSIZE
+                total += (shape.conv_width - 1) * shape.conv_channels * self.itemsize
+        return total
+
+    def token_kv_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return sum(
+            2 * shape.key_channels * self.itemsize for shape in self._shapes if isinstance(shape, AttentionShape)
+        )
+
+    @property
+    def _shapes(self) -> list[MixerShape]:
+        """Of all mixers."""
+        return [self.config.shapes[mixer] for kind in self.kinds for mixer in kind.mixers]
+
+    def decode_bytes(self, rows: int, context: int) -> int:
+        """The least that a decode of so many rows moves: weights once, each row's state in and out, the keys and values
+        of its context, its hidden state in and out."""
+        row = 2 * self.state_bytes() + context * self.token_kv_bytes() + 2 * self.config.hidden_size * self.itemsize
+        return self.weight_bytes(rows) + rows * row
+
+    def flops(self, tokens: int) -> int:
+        """Multiplications and additions of all products of so many tokens."""
+        values = 0
+        for layer in self.layers():
+            values += sum(rows * columns for rows, columns in layer.dense)
+            if layer.experts is not None:
+                values += 3 * layer.experts.top_k * layer.experts.intermediate_size * self.config.hidden_size
+        return 2 * tokens * values
+
+
+def touched_share(experts: ExpertsShape, tokens: int) -> float:
+    """The share of the experts that so many tokens choose, on average, if each chooses evenly."""
+    return float(1 - (1 - experts.top_k / experts.num_experts) ** tokens)

@@ -1,0 +1,76 @@
+"""Starting and ending processes together, whatever they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rigs.server_process import is_alive
+
+from deltaline_server.ranks.launcher import launch
+
+# What every process of a group does: says who it is in a file, then what is asked, by its rank.
+SAYS = "import os, signal, socket, sys, time; r = int(os.environ['RANK']); p = sys.argv[1] + '/' + str(r)\n"
+WROTE = "open(p + '.new', 'w').write(str(os.getpid())); os.rename(p + '.new', p)\n"
+WAITS_S = 20.0
+
+
+def started(folder: Path, *does: str) -> subprocess.Popen[str]:
+    """A launcher in a process of its own, and its processes, which have begun."""
+    code = SAYS + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n" + WROTE
+    code += "".join(f"if r == {rank}: {what}\n" for rank, what in enumerate(does))
+    launcher = (
+        "import os, sys; from deltaline_server.ranks.launcher import launch; "
+        f"sys.exit(launch({len(does)}, [sys.executable, '-c', {code!r}, sys.argv[1]], os.environ))"
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", launcher, str(folder)], env=environ, text=True)
+    wait_for(lambda: all((folder / str(rank)).exists() for rank in range(len(does))))
+    return process
+
+
+def wait_for(condition: object) -> None:
+    end_s = time.monotonic() + WAITS_S
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in sorted(folder.iterdir())]
+
+
+def test_when_a_rank_is_killed_rank_0_has_time_and_the_others_are_killed(tmp_path: Path) -> None:
+    with started(tmp_path, "time.sleep(1.0); sys.exit(3)", "time.sleep(60)", "time.sleep(60)") as launcher:
+        _, one, _ = pids(tmp_path)
+        os.kill(one, signal.SIGKILL)
+        begin_s = time.monotonic()
+        assert launcher.wait(WAITS_S) == 128 + signal.SIGKILL
+        assert 0.5 < time.monotonic() - begin_s < 6.0
+    assert not any(map(is_alive, pids(tmp_path)))
+
+
+def test_signals_are_rank_0_s_and_its_code_is_the_launcher_s(tmp_path: Path) -> None:
+    with started(tmp_path, "time.sleep(60)", "time.sleep(60)") as launcher:
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(WAITS_S) == 7
+    assert not any(map(is_alive, pids(tmp_path)))
+
+
+def test_rank_0_gets_a_socket_that_listens_on_loopback_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay
+    code = (
+        "import os, socket; e = os.environ; fd = e.get('STORE_FD')\n"
+        "at = socket.socket(fileno=int(fd)).getsockname() if fd else None\n"
+        "is_there = at == (e['MASTER_ADDR'], int(e['MASTER_PORT']))\n"
+        "print(e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], is_there, at and at[0])"
+    )
+    assert launch(2, [sys.executable, "-c", code], os.environ) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["0 0 2 True 127.0.0.1", "1 1 2 False None"]
