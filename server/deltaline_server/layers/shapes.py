@@ -89,6 +89,11 @@ class Mamba2Shape(RecurrentShape):
     section_scales: tuple[float, ...] | None = None
 
     @property
+    def sections(self) -> tuple[int, int, int, int, int]:
+        """Rows of the first projection: of z, x, B, C and dt."""
+        return self.value_channels, self.value_channels, self.key_channels, self.key_channels, self.num_value_heads
+
+    @property
     def biases(self) -> tuple[bool, bool]:
         """Whether either projection has a bias."""
         return self.has_bias, self.has_bias if self.has_out_bias is None else self.has_out_bias

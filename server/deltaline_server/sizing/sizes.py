@@ -16,7 +16,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.computing import model_options, spare_lines_of, state_options
 from deltaline_server.config import Config
 from deltaline_server.layers.hyper_connection import CONNECTIONS, head_tensors
-from deltaline_server.layers.shapes import AttentionShape, MixerShape
+from deltaline_server.layers.shapes import SIGMOID, AttentionShape, Mamba2Shape, MixerShape
 from deltaline_server.layers.state_pool import StateOptions, StatePlan, line_parts, plan_state
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.model import ModelPlan, check_model, open_plan
@@ -177,13 +177,19 @@ def _layer_size(
         # The shared expert is kept as whole ones of the others' size.
         experts = config.experts
         zeros = experts.num_shared * experts.intermediate_size - experts.shared_size
-        weight_bytes += 3 * zeros * config.hidden_size * dtype.itemsize
+        matrices = 3 if experts.activation.is_gated else 2
+        weight_bytes += matrices * zeros * config.hidden_size * dtype.itemsize
+        if experts.scoring == SIGMOID:  # whose gates are kept in fp32
+            gates = experts.num_experts * config.hidden_size
+            weight_bytes += gates * (torch.float32.itemsize - dtype.itemsize)
     line, token_bytes = dict[str, int](), 0
     for shape in shapes:
         if isinstance(shape, AttentionShape):
             token_bytes = 2 * shape.key_channels * dtype.itemsize
         else:
             line = line_parts(shape, state, dtype)
+        if isinstance(shape, Mamba2Shape) and shape.section_scales is not None:
+            weight_bytes += sum(shape.sections) * torch.float32.itemsize
     return LayerSize(str(kind), tuple(layers), line, token_bytes, weight_bytes)
 
 
