@@ -9,8 +9,10 @@ from kernels.moe.test_experts import (
     kernels,
     test_a_token_that_is_not_finite_spoils_no_other,
     test_a_token_without_experts_gets_zeros,
+    test_experts_without_gates_match_the_reference,
     test_integers_give_exact_products,
     test_many_tokens_are_computed_one_part_after_the_other,
+    test_nan_stays_nan_without_gates,
     test_plan_of_a_batch_matches_the_reference,
     test_the_same_expert_twice_counts_twice,
 )
