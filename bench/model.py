@@ -28,12 +28,13 @@ import torch
 
 from deltaline_bench.device import name_device, provenance
 from deltaline_bench.model.figures import Decode, Prefill, Run, judge, write_plot, write_table
-from deltaline_bench.model.served import ServedModel, Stages
+from deltaline_bench.model.served import ServedModel
 from deltaline_bench.model.shapes import Shape
 from deltaline_bench.model.work import Work
 from deltaline_bench.plot import PlotUnavailable
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import ConfigError
+from deltaline_server.log import Progress
 from deltaline_server.models.config import ModelConfig
 from deltaline_server.step import StepBatch
 
@@ -66,13 +67,14 @@ def run(shape: Shape, rows: Sequence[int], tokens: int, *, all_graphs: bool, pro
     dtype = getattr(torch, config.dtype or "float32")
     work, has_gpu = Work(config, dtype.itemsize), torch.cuda.is_available()
     copy_bytes_per_s, products_ms = None, dict[int, float]()
-    stages = Stages()
+    progress = Progress()
     if has_gpu:
         print("products alone ...", file=sys.stderr, flush=True)
         copy_bytes_per_s, products_ms = measure_limits(work, dtype, [*rows, tokens])
         gc.collect()
         torch.cuda.empty_cache()
-    served = ServedModel.build(shape, rows, tokens, stages, all_graphs=all_graphs)
+    print("the model ...", file=sys.stderr, flush=True)
+    served = ServedModel.build(shape, rows, tokens, progress, all_graphs=all_graphs)
     print("batches ...", file=sys.stderr, flush=True)
     compute_ms = {count: served.measure(served.decode(count), ROUNDS) * 1e3 for count in rows}
     prefill_ms = served.measure(served.prefill(tokens), PREFILL_ROUNDS) * 1e3
@@ -93,7 +95,7 @@ def run(shape: Shape, rows: Sequence[int], tokens: int, *, all_graphs: bool, pro
         context=served.context,
         decodes=tuple(decodes),
         prefill=Prefill(tokens, prefill_ms, work.flops(tokens), products_ms.get(tokens)),
-        stages=stages.seconds,
+        stages=progress.seconds,
         is_whole=all_graphs,
         is_drawn=not shape.is_checkpoint,
         copy_bytes_per_s=copy_bytes_per_s,

@@ -4,6 +4,7 @@ They compute on tensors, rows and lines; models, sequences and requests are what
 validates its arguments and picks the path by device.
 """
 
+from deltaline_kernels.activation import silu_and_mul, silu_and_mul_reference
 from deltaline_kernels.attention import (
     BlockLists,
     Modifiers,
@@ -44,12 +45,21 @@ from deltaline_kernels.moe import (
     MAX_EXPERTS,
     MAX_TOP_K,
     Router,
+    route_and_run_experts,
+    route_and_run_experts_reference,
     route_tokens,
     route_tokens_reference,
     run_experts,
     run_experts_reference,
 )
-from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
+from deltaline_kernels.norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    gated_rms_norm,
+    gated_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from deltaline_kernels.rotary import rotate_and_store, rotate_and_store_reference
 from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 from deltaline_kernels.selftest.run import Check, run_selftest
@@ -73,6 +83,8 @@ __all__ = [
     "Rows",
     "add_lora",
     "add_lora_reference",
+    "add_rms_norm",
+    "add_rms_norm_reference",
     "and_masks",
     "causal_conv1d",
     "causal_conv1d_reference",
@@ -96,13 +108,19 @@ __all__ = [
     "mhc_pre_reference",
     "or_masks",
     "prepare_gates",
+    "rms_norm",
+    "rms_norm_reference",
     "rotate_and_store",
     "rotate_and_store_reference",
+    "route_and_run_experts",
+    "route_and_run_experts_reference",
     "route_tokens",
     "route_tokens_reference",
     "run_experts",
     "run_experts_reference",
     "run_selftest",
+    "silu_and_mul",
+    "silu_and_mul_reference",
     "spread_slots",
     "spread_slots_reference",
 ]

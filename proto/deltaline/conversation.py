@@ -28,6 +28,9 @@ Array: TypeAlias = NDArray[Any]
 Write: TypeAlias = Callable[[Sequence[Buffer]], bool]
 """Writes a packet, given in pieces. False when the socket is full: nothing is written."""
 
+Content: TypeAlias = bytes | tuple[Buffer, ...]
+"""A message, or pieces that are one behind each other; those have to stay as they are until it was written."""
+
 _NO_HEAD: dict[str, Any] = {}
 _MAX_TIMEOUT_S = 1e9
 _MAX_BODY = link.MAX_PACKET_BYTES - link.ENVELOPE.size
@@ -55,7 +58,7 @@ class LinkCall(Generic[E]):
         self.number = 0
         self.head_bytes = len(head["method"]) + len(head["metadata"]) + len(head["client"])
         # Messages, None for the mere end, each with its flags.
-        self.outbox: deque[tuple[bytes | None, int]] = deque()
+        self.outbox: deque[tuple[Content | None, int]] = deque()
         self.credit = link.STREAM_MESSAGES
         self.is_over, self.hold_s = False, 0.0
         # The body and flags of the first message in the outbox, once they are made: it may hold memory.
@@ -104,7 +107,7 @@ class Conversation(Generic[E]):
         head = {"amount": amount, "method": path.encode(), "metadata": link.pack_metadata(metadata), "client": client}
         return LinkCall(head, on_message, on_end)
 
-    def send(self, call: LinkCall[E], message: bytes | None, *, is_last: bool = False) -> None:
+    def send(self, call: LinkCall[E], message: Content | None, *, is_last: bool = False) -> None:
         """Let a message go with the next `flush`; None for the mere end. Of a call that is over, nothing goes."""
         if call.is_over:
             return
@@ -163,21 +166,25 @@ class Conversation(Generic[E]):
         """The body of a call's next message, and its flags; None while there is no memory for it, or when it is too
         large, which ends the call."""
         message, flags = call.outbox[0]
-        body = message or b""
-        if len(body) > self._message_bytes:
-            why = f"expected a message of at most {self._message_bytes} bytes, got {len(body)}"
+        pieces = message if isinstance(message, tuple) else (message or b"",)
+        num_bytes = sum(map(len, pieces))
+        if num_bytes > self._message_bytes:
+            why = f"expected a message of at most {self._message_bytes} bytes, got {num_bytes}"
             self._refuse(call, code_pb2.RESOURCE_EXHAUSTED, why, "MESSAGE_TOO_LARGE")
             return None
-        if len(body) > _MAX_BODY - (0 if call.number else call.head_bytes):
-            array = self._memory(len(body))
+        if num_bytes > _MAX_BODY - (0 if call.number else call.head_bytes):
+            array = self._memory(num_bytes)
             if array is None or self._arena is None:
                 return None
-            array[:] = np.frombuffer(body, np.uint8)
+            begin = 0
+            for piece in pieces:
+                array[begin : begin + len(piece)] = np.frombuffer(piece, np.uint8)
+                begin += len(piece)
             number, arena = self._arena
-            place = link.Place(number, arena.offset(array) or 0, len(body))
+            place = link.Place(number, arena.offset(array) or 0, num_bytes)
             self._placed[place.offset] = array
             return place.packed(), flags | link.PLACED
-        return body, flags
+        return b"".join(pieces), flags
 
     def _memory(self, size: int) -> Array | None:
         """An array uint8 [size] in link memory, None while there is none."""

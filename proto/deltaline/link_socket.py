@@ -1,13 +1,16 @@
-"""Sockets of the link: room for its packets, and a client's connection on an event loop."""
+"""Sockets of the link: how one begins, room for its packets, and a client's connection on an event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
+import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from google.rpc import code_pb2
@@ -18,6 +21,9 @@ from deltaline.wire import Buffer
 
 E = TypeVar("E")
 
+WELCOME_TIMEOUT_S = 5.0
+
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 # Room for the descriptors of a packet: it has one at most.
 _FD_SPACE = 64
 _FILES = socket.SOL_SOCKET, getattr(socket, "SCM_RIGHTS", None)
@@ -35,6 +41,54 @@ def make_room(connected: socket.socket) -> None:
     if granted < needed:
         why = f"a socket may have {granted} bytes to send (net.core.wmem_max), packets of the link need {needed}"
         raise OSError(errno.EMSGSIZE, why)
+
+
+def connect(path: str, uid: int | None = None, server_epoch: int | None = None) -> tuple[socket.socket, link.Welcome]:
+    """Connect to the server that listens at a path, and wait for its welcome; blocks. Returns a socket that does not.
+
+    uid, server_epoch: whose it has to be; None for any server's of the user that owns the socket's folder. Raises
+    OSError, and ValueError for another's.
+    """
+    try:
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except AttributeError as error:
+        raise OSError(errno.ENOSYS, "this system has no local link") from error
+    try:
+        connected.settimeout(WELCOME_TIMEOUT_S)
+        make_room(connected)
+        connected.connect(path)
+        _check_user(connected, path, uid)
+        welcome = _welcome(connected.recv(link.MAX_PACKET_BYTES))
+        if server_epoch is not None and welcome.server_epoch != server_epoch:
+            raise ValueError("another server listens on this link")
+    except BaseException:
+        connected.close()
+        raise
+    connected.setblocking(False)
+    return connected, welcome
+
+
+def _check_user(connected: socket.socket, path: str, uid: int | None) -> None:
+    """Raise ValueError unless the peer is the user that owns the folder, and so says what lies in it."""
+    _, peer, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    owner = os.stat(Path(path).parent).st_uid
+    if peer != owner or uid not in (None, peer):
+        expected = owner if uid is None else uid
+        raise ValueError(f"expected a server of the user {expected} on this link, got one of {peer}")
+
+
+def _welcome(packet: bytes) -> link.Welcome:
+    """Read the first packet. Raises ValueError."""
+    envelope = link.read(memoryview(packet))
+    body = packet[envelope.body_at :]
+    if envelope.kind == link.GOODBYE:
+        raise ValueError(f"the server turned this client away: {body.decode(errors='replace')}")
+    if envelope.kind != link.WELCOME:
+        raise link.LinkError(f"expected a welcome, got the kind {envelope.kind}")
+    welcome = link.Welcome.read(body)
+    if welcome.version != link.VERSION:
+        raise ValueError(f"expected version {link.VERSION} of the link, got {welcome.version}")
+    return welcome
 
 
 def receive(connected: socket.socket, buffer: memoryview, conversation: Conversation[E]) -> bool:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 from google.protobuf.internal import api_implementation
@@ -241,21 +241,21 @@ class Server:
 
     async def _load(self) -> Runtime:
         """Build the runtime in a thread, and say what is going on."""
-        config, begin_s, progress = self.config, self._clock(), Progress()
+        config, begin_s, progress = self.config, self._clock(), Progress(self._clock)
         event(
             _log, "loading", model=config.model or config.random_init, layers=config.layers or "all", scope=config.scope
         )
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
         observer = self.metrics if self._tracing is None else self._tracing.observer(self.metrics)
-        building = asyncio.to_thread(
-            Runtime.build, config, observer, self._clock, call_soon, progress.report, self._place
-        )
-        runtime = await told(building, _log, "still loading", layers=progress)
+        building = asyncio.to_thread(Runtime.build, config, observer, self._clock, call_soon, progress, self._place)
+        runtime = await told(building, _log, "still loading", progress)
         model, pool = runtime.model, runtime.pool
+        stages: dict[str, Any] = {f"{stage}_s": seconds for stage, seconds in progress.seconds.items()}
         event(
             _log,
             "loaded",
             seconds=self._clock() - begin_s,
+            **stages,
             model_type=model.config.model_type,
             spans=",".join(f"{span.start}:{span.stop}" for span in model.spans),
             left_out=model.left_out or "none",
@@ -276,8 +276,9 @@ class Server:
     async def _prepare(self, runtime: Runtime) -> None:
         """Make the device ready for batches, and say how far it is; find snapshots."""
         await runtime.find_stored(self.principals.number_of, self.identity.name)
-        begin_s, progress = self._clock(), Progress()
-        await told(runtime.prepare(progress.report), _log, "preparing", graphs=progress)
+        begin_s, progress = self._clock(), Progress(self._clock)
+        progress.begin("graphs")
+        await told(runtime.prepare(progress.report), _log, "preparing", progress)
         event(_log, "prepared", seconds=self._clock() - begin_s, graphs=progress.done)
 
     def _front_end(self) -> list[str]:

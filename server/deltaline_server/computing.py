@@ -6,7 +6,6 @@ Building reads files and allocates memory on the device: it takes from a second 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -21,6 +20,7 @@ from deltaline_server.engine.graphs import buckets_of
 from deltaline_server.engine.rank_executor import LeadingExecutor
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
+from deltaline_server.log import Progress
 from deltaline_server.models.config import Scope
 from deltaline_server.models.kernel_check import self_test
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
@@ -31,8 +31,6 @@ from deltaline_server.ranks.ways import Ranks, Ways
 from deltaline_server.snapshots import layout
 from deltaline_server.snapshots.tiers import Shared
 from deltaline_server.step import Limits
-
-Report = Callable[[int, int], object]
 
 # Long rows of a batch. Each has to be large for its kernels to be fast.
 MAX_LONG_ROWS = 8
@@ -54,19 +52,20 @@ class Computing:
     """To the other ranks; None where there are none."""
 
     @classmethod
-    def load(cls, config: Config, place: Place | None, report: Report = lambda done, total: None) -> Self:
+    def load(cls, config: Config, place: Place | None, progress: Progress | None = None) -> Self:
         """Load the model, test the kernels on its device and allocate its state. Raises ModelError; LostRankError.
 
-        place: among ranks, None where the process is a server by itself. report: told how many layers are loaded, of
-        how many.
+        place: among ranks, None where the process is a server by itself. progress: told the stages, and of the weights
+        how many layers are loaded.
         """
+        progress = progress or Progress()
         options = model_options(config, place)
         if place is None or place.world_size == 1:
-            return cls._load(config, options, report)
+            return cls._load(config, options, progress)
         check(config, place)
         group = Group(place, options.device)
         try:
-            loaded = cls._load(config, replace(options, ranks=group.ranks), report)
+            loaded = cls._load(config, replace(options, ranks=group.ranks), progress)
         except ModelError as error:
             group.fail(error)
             raise
@@ -80,16 +79,21 @@ class Computing:
         )
 
     @classmethod
-    def _load(cls, config: Config, options: ModelOptions, report: Report) -> Self:
+    def _load(cls, config: Config, options: ModelOptions, progress: Progress) -> Self:
         """The same, of this process alone."""
         if config.threads:
             torch.set_num_threads(config.threads)
         check_adapter_memory(options)
-        model = load_model(options, report)
+        progress.begin("weights")
+        model = load_model(options, progress.report)
         state, limits = state_options(config), make_limits(config)
+        progress.begin("kernels")
         self_test(model, state)
+        progress.begin("state")
         pool = model.make_pool(state)
-        return cls(options, limits, model, pool, make_executor(model, pool, limits))
+        executor = make_executor(model, pool, limits)
+        progress.end()
+        return cls(options, limits, model, pool, executor)
 
     @property
     def shared(self) -> Shared | None:

@@ -14,6 +14,8 @@ OFF = "off"
 MAX_PATH_BYTES = 107
 MAX_PORT = 65535
 SUFFIX = ".sock"
+ADDRESS = "link:/"
+"""How the address of a link begins: its scheme, then an absolute path."""
 
 # What the options are, for the help.
 LINK = (

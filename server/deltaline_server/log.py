@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -30,21 +30,53 @@ def event(logger: logging.Logger, message: str, /, level: int = logging.INFO, **
 
 
 class Progress:
-    """How far some work is: `report` tells it, from any thread. done, total: of its parts."""
+    """How far some work is, told from any thread: its stage, how many of the stage's parts are done, and what stages
+    took, by their names. One ends where the next begins."""
 
-    done = total = 0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._stage, self._begin_s = "", 0.0
+        self.done = self.total = 0
+        self.seconds: dict[str, float] = {}
+
+    def begin(self, stage: str) -> None:
+        """Begin a stage, none of whose parts is done."""
+        self.end()
+        self._stage, self._begin_s, self.done, self.total = stage, self._clock(), 0, 0
+
+    def end(self) -> None:
+        """End the stage, if there is one."""
+        if self._stage:
+            self.seconds[self._stage] = self._clock() - self._begin_s
+        self._stage = ""
 
     def report(self, done: int, total: int) -> None:
+        """Tell how many of the stage's parts are done, of how many."""
         self.done, self.total = done, total
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a line says of it: the stage, how far that is, and how long it will take if it goes on like this."""
+        fields: dict[str, Any] = {"stage": self._stage} if self._stage else {}
+        done, total = self.done, self.total
+        if total:
+            fields["done"] = f"{done} of {total}"
+        if done:
+            fields["left_s"] = round((self._clock() - self._begin_s) * (total - done) / done)
+        return fields
 
 
 async def told(
-    work: Coroutine[Any, Any, T], logger: logging.Logger, message: str, every_s: float = 5.0, **progress: Progress
+    work: Coroutine[Any, Any, T],
+    logger: logging.Logger,
+    message: str,
+    progress: Progress | None = None,
+    every_s: float = 5.0,
 ) -> T:
     """What some work returns; how long it takes and how far it is are logged while it goes on."""
     begin_s, working = time.monotonic(), asyncio.create_task(work)
     while not (await asyncio.wait([working], timeout=every_s))[0]:
-        far: dict[str, Any] = {name: f"{one.done} of {one.total}" for name, one in progress.items()}
+        far = {} if progress is None else progress.fields
         event(logger, message, seconds=round(time.monotonic() - begin_s), **far)
     return working.result()
 

@@ -28,6 +28,7 @@ from deltaline_server.engine.executor import Executor, Report
 from deltaline_server.front.reply_bytes import most_step_bytes
 from deltaline_server.front.requests import Served
 from deltaline_server.layers.state_pool import StatePool
+from deltaline_server.log import Progress
 from deltaline_server.memory.pinning import CudaPinning
 from deltaline_server.memory.regions import Regions
 from deltaline_server.models.config import Scope
@@ -86,17 +87,17 @@ class Runtime:
         observer: Observer,
         clock: Callable[[], float],
         call_soon: CallSoon,
-        report: Callable[[int, int], object] = lambda done, total: None,
+        progress: Progress | None = None,
         place: Place | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> Runtime:
         """Load the model, test the kernels on its device and allocate its state. Raises ModelError; LostRankError.
 
         clock: monotonic seconds. wall_clock: seconds since 1970. call_soon: runs calls on the event loop's thread, from
-        any. report: told how many layers are loaded, of how many. place: rank 0's among the ranks of a server, None
-        where there are none.
+        any. progress: told the stages, and of the weights how many layers are loaded. place: rank 0's among the ranks
+        of a server, None where there are none.
         """
-        computing = Computing.load(config, place, report)
+        computing = Computing.load(config, place, progress)
         model, pool, executor, limits = computing.model, computing.pool, computing.executor, computing.limits
         engine = Engine(executor, model.device)
         num_spans = len(model.spans)

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from deltaline_bench.model.figures import Decode, Prefill, Run, judge, write_table
 from deltaline_bench.model.products import Products
 from deltaline_bench.model.profile import Launch, totals, write_profile
-from deltaline_bench.model.served import ServedModel, Stages
+from deltaline_bench.model.served import ServedModel
 from deltaline_bench.model.shapes import DENSE_27B, EXPERTS_35B, NAMED, Shape
 from deltaline_bench.model.work import Work
+from deltaline_server.log import Progress
 from deltaline_server.models.config import ModelConfig
 
 DENSE = DENSE_27B | {
@@ -114,7 +115,7 @@ def test_products_alone_are_as_many_as_the_work_says(
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_batches_are_rows_with_lines_and_pages_of_their_own(config: dict[str, object], tmp_path: Path) -> None:
-    served = ServedModel.build(Shape("tiny", write(config, tmp_path)), [1, 3], 150, Stages())
+    served = ServedModel.build(Shape("tiny", write(config, tmp_path)), [1, 3], 150, Progress())
     assert served.pool.kv is not None
     assert served.pool.kv.num_pages < 3 * 150 // 64 + 3
     decode = served.decode(3)
@@ -134,7 +135,7 @@ def test_batches_are_rows_with_lines_and_pages_of_their_own(config: dict[str, ob
 
 
 def test_a_batch_that_is_not_finite_is_no_measurement(tmp_path: Path) -> None:
-    served = ServedModel.build(Shape("tiny", write(DENSE, tmp_path)), [2], 64, Stages())
+    served = ServedModel.build(Shape("tiny", write(DENSE, tmp_path)), [2], 64, Progress())
     batch = served.decode(2)
     batch.hidden[0][1] = np.nan
     with pytest.raises(RuntimeError, match="expected finite outputs"):
@@ -155,7 +156,7 @@ def test_a_run_on_a_cpu_tells_and_keeps_its_figures(
     assert [one["rows"] for one in found["decodes"]] == [1, 2]
     assert all(one["compute_ms"] > 0 for one in found["decodes"])
     assert found["copy_bytes_per_s"] is None
-    assert set(found["stages"]) == {"weights", "kernels tested", "state", "graphs"}
+    assert set(found["stages"]) == {"weights", "kernels", "state", "graphs"}
     assert path.with_suffix(".txt").read_text(encoding="utf-8").strip() in printed
 
 

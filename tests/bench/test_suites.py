@@ -106,6 +106,8 @@ SMALL: dict[str, tuple[Family[Any, Any], Any, set[str]]] = {
     "attention ragged": (attention.FAMILY, pages((1, 130, 65, 64)), set()),
     "attention verify": (attention.FAMILY, pages((70, 70), tokens=3, soft_cap=2.0), set()),
     "attention window": (attention.FAMILY, pages((200, 50), window=20, tokens=2), {"decode"}),
+    "attention prefill": (attention.FAMILY, pages((96, 96), tokens=96), {"SDPA"}),
+    "attention prefill behind": (attention.FAMILY, pages((96, 96), tokens=20), set()),
     "attention plain": (attention.FAMILY, pages((96, 96), is_causal=False), {"SDPA"}),
 }
 BESIDE = {

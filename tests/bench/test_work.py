@@ -91,6 +91,12 @@ def test_attention(window: int | None, seen: int) -> None:
     assert shape.num_flops() == 4 * seen * 2 * 4 * 32
 
 
+def test_attention_of_a_prefill() -> None:
+    """The last token of a row sees all of its keys, the first one 30 of 49."""
+    shape = Attention((49, 49), 20, 4, 2, 32)
+    assert shape.num_flops() == 4 * 2 * sum(range(30, 50)) * 4 * 32
+
+
 def test_moe() -> None:
     # 3 tokens of 8 channels in and out, 7 logits each; 2 of 6 experts and a shared one, of 3 x 8 x 4 weights.
     shape = Moe(3, 6, 2, 8, 4)

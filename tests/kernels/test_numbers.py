@@ -17,6 +17,7 @@ from torch import Tensor
 from deltaline_kernels import (
     Modifiers,
     Rows,
+    add_rms_norm,
     compat,
     find_modifier,
     flex_decode,
@@ -27,6 +28,7 @@ from deltaline_kernels import (
     mhc_post_pre,
     mhc_pre,
     prepare_gates,
+    rms_norm,
     rotate_and_store,
 )
 
@@ -67,6 +69,11 @@ def ssd(device: str, one: float) -> list[Tensor]:
 
 def norm(device: str, one: float) -> list[Tensor]:
     return [gated_rms_norm(draw(device, 3, 2, 16), draw(device, 3, 2, 16), fp32(device, 16), one)]
+
+
+def hidden_norms(device: str, one: float) -> list[Tensor]:
+    x, residual, weight = draw(device, 3, 32), draw(device, 3, 32), fp32(device, 32)
+    return [rms_norm(x, weight, one), *add_rms_norm(x, residual, weight, one, scale=one)]
 
 
 def make_pages(device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,6 +157,7 @@ CALLS: dict[str, Callable[[str, float], list[Tensor]]] = {
         delta,
         ssd,
         norm,
+        hidden_norms,
         rotary,
         attention,
         dense_attention,

@@ -13,19 +13,23 @@ from rigs.kernels.paths import Path
 from deltaline_kernels import (
     Router,
     Rows,
+    add_rms_norm,
     causal_conv1d,
     flex_decode,
     gated_delta,
     gated_rms_norm,
     mamba2,
     mhc_post_pre,
+    rms_norm,
     run_selftest,
+    silu_and_mul,
 )
 from deltaline_kernels.gated_delta.inputs import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.gated_delta.inputs import DeltaHeads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.moe import plan
 from deltaline_kernels.selftest import attention as attention_selftest
+from deltaline_kernels.selftest import block as block_selftest
 from deltaline_kernels.selftest import mhc as mhc_selftest
 from deltaline_kernels.selftest import moe as moe_selftest
 from deltaline_kernels.selftest import run as selftest
@@ -35,7 +39,7 @@ from deltaline_kernels.selftest.shapes import Shapes, batches
 def families(recurrence: str, *more: str) -> set[str]:
     """What the self-test compares of a model."""
     mixer = {"rotary", "attention"} if recurrence == "attention" else {"conv1d", recurrence, "norm"}
-    return {"lora", *mixer, *more}
+    return {"lora", "residual", *mixer, *more}
 
 
 # A recurrence and the sizes of a model.
@@ -103,6 +107,10 @@ def shifted(function: Callable[..., Any], wrong: float = 1.0) -> Callable[..., A
     return lambda *args, **kw: torch.as_tensor(function(*args, **kw)) + wrong
 
 
+def unscaled(*args: Any, scale: float) -> Any:
+    return add_rms_norm(*args)
+
+
 def forgetful(*args: Any, **kw: Any) -> Any:
     """Leave the states as they were."""
     before = args[5].clone()
@@ -119,14 +127,19 @@ def forgetful(*args: Any, **kw: Any) -> Any:
         (selftest, "gated_delta", forgetful, "gated_delta", "gated_delta"),
         (selftest, "mamba2", shifted(mamba2), "mamba2", "mamba2"),
         (attention_selftest, "flex_decode", shifted(flex_decode), "attention", "attention"),
+        (block_selftest, "rms_norm", shifted(rms_norm), "attention", "residual"),
+        (block_selftest, "add_rms_norm", unscaled, "attention", "residual"),
+        (block_selftest, "silu_and_mul", shifted(silu_and_mul), "attention", "activation"),
     ],
-    ids=["shifted", "nan", "forgetful", "mamba2", "attention"],
+    ids=["shifted", "nan", "forgetful", "mamba2", "attention", "norm", "sum", "activation"],
 )
 def test_selftest_names_the_wrong_family(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, wrong: Any, recurrence: str, family: str
 ) -> None:
     monkeypatch.setattr(module, name, wrong)
-    failed = {check.name.split(",")[0] for check in run_selftest("cpu", recurrence=recurrence) if not check.ok}
+    failed = {
+        check.name.split(",")[0] for check in run_selftest("cpu", recurrence=recurrence, mlp_dim=40) if not check.ok
+    }
     assert failed == {family}
 
 
@@ -159,7 +172,8 @@ def test_experts_are_compared_in_every_way(choices: int, num_experts: int) -> No
     one, *tiles, many = moe_selftest.tokens_of_every_way(choices, num_experts)
     rows = [plan.plan_tiles(count, choices, num_experts, torch.bfloat16).rows for count in (*tiles, many)]
     assert one <= plan.DIRECT_TOKENS < min(tiles) and rows == [bucket.plan.rows for bucket in plan.BUCKETS]
-    assert [plan.is_grouped(count, choices, num_experts) for count in (*tiles, many)] == [False, False, False, True]
+    least = plan.SORTED_CHOICES * num_experts
+    assert [count * choices >= least for count in (*tiles, many)] == [False, False, False, True]
 
 
 def test_selftest_of_an_unknown_recurrence_is_a_key_error() -> None:

@@ -13,6 +13,7 @@ from rigs.states import LAYOUT, SNAPSHOT, make_header, make_memory
 
 from deltaline_server.snapshots.directory import name_of
 from deltaline_server.snapshots.header import PREAMBLE, Flaw, encode
+from deltaline_server.snapshots.layout import NUM_PROGRESS_FIELDS
 
 SECTIONS = LAYOUT.sections(SNAPSHOT)
 MEMORY = make_memory()
@@ -23,7 +24,7 @@ ENTRY_BYTES = 40
 COUNTS = PREAMBLE.size + 32 + 16 + 32 + 8 + 4
 TEXTS = COUNTS + 8
 PROGRESS = TEXTS + 6 + len("alice") + len("ö-lora".encode()) + 20
-TABLE = PROGRESS + 2 * 12 * 8
+TABLE = PROGRESS + 2 * NUM_PROGRESS_FIELDS * 8
 
 Content = bytearray
 Spoil = Callable[[Content, np.random.Generator], Content]
@@ -90,7 +91,7 @@ def _change_progress(content: Content, rng: np.random.Generator) -> Content:
     fields = {1: 71, 2: 1, 3: 4, 7: 9, 8: 3, 10: 1, 11: 2**20}
     field = int(rng.choice(list(fields)))
     value = int(rng.choice([fields[field], 2**62, -1, -(2**63)]))
-    return _put(content, PROGRESS + (span * 12 + field) * 8, struct.pack("<q", value))
+    return _put(content, PROGRESS + (span * NUM_PROGRESS_FIELDS + field) * 8, struct.pack("<q", value))
 
 
 def _change_counts(content: Content, rng: np.random.Generator) -> Content:
@@ -127,7 +128,7 @@ def _add(content: Content, rng: np.random.Generator) -> Content:
 
 
 def _other_version(content: Content, rng: np.random.Generator) -> Content:
-    return _put(content, 8, struct.pack("<I", int(rng.choice([0, 2, 2**31]))))
+    return _put(content, 8, struct.pack("<I", int(rng.choice([0, 1, 2**31]))))
 
 
 SPOILS: tuple[tuple[Spoil, set[Flaw]], ...] = (

@@ -25,7 +25,7 @@ Change = Callable[[dict[tuple[int, int, int], Section], Bytes], object]
 async def exported(rig: StateRig, id: bytes, owner: Principal = ANONYMOUS) -> list[bytes]:
     """The pieces of a snapshot's file."""
     assert rig.exchange is not None
-    return [piece async for piece in rig.exchange.export(id, owner, pause_s=60.0, whole_s=600.0)]
+    return [bytes(piece) async for piece in rig.exchange.export(id, owner, pause_s=60.0, whole_s=600.0)]
 
 
 async def coming(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:

@@ -44,6 +44,8 @@ def mixer_weights(loader: LayerLoader, layer: int) -> MixerWeights:
 def block_weights(loader: LayerLoader, layer: int) -> BlockWeights:
     """What surrounds the mixer of a layer with an MLP."""
     block = loader.block(layer, {})
-    assert isinstance(block, Block) and isinstance(block.mlp.inner, Mlp)
-    mlp = block.mlp.inner
-    return BlockWeights(block.mixer.norm, block.mlp.norm, dense(mlp.gate_up), dense(mlp.down))
+    assert isinstance(block, Block)
+    before, behind = block.branches
+    mlp = behind.inner
+    assert isinstance(mlp, Mlp)
+    return BlockWeights(before.norm, behind.norm, dense(mlp.gate_up), dense(mlp.down))

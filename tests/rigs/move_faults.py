@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from rigs.moved_sequences import DECODE, PREFILL, VERIFY, Asked, Calls, Refused, Stepped
+from rigs.until import until
 
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.app import Server
@@ -56,24 +57,31 @@ class Clock:
 
 
 class Faults:
-    """Stands in the way of a source's moves. num_struck: faults so far."""
+    """Stands in the way of a source's moves. num_struck: faults so far; is_behind_pages: whether pages had gone when
+    the sequence stood still."""
 
     def __init__(self, source: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         states = source.runtime.states
         exchange = states.existing_exchange()
         mover = source.runtime.mover
         self._pieces, self._let_go, self._open, self._move = exchange.pieces, states.let_go, Peer.open, mover.move
+        self._stored, self._is_frozen = states.stored, False
+        monkeypatch.setattr(states, "stored", self._freeze)
         monkeypatch.setattr(exchange, "pieces", self._in_pieces)
         monkeypatch.setattr(states, "let_go", self._before_let_go)
         monkeypatch.setattr(mover, "move", self._behind_move)
         monkeypatch.setattr(Peer, "open", lambda peer, *asked: self._behind_open(peer, *asked))
         self._point: Point | None = None
-        self.num_struck = 0
+        self.num_struck, self.is_behind_pages = 0, False
 
-    def arm(self, point: Point, kind: Kind, times: int, random: Random) -> None:
-        """So often something fails there."""
-        self._point, self._kind, self._left, self._random = point, kind, times, random
-        self.num_struck = 0
+    def arm(self, point: Point, kind: Kind, times: int, random: Random, in_rest: bool) -> None:
+        """So often something fails there. in_rest: whether pages that go ahead are spared."""
+        self._point, self._kind, self._left, self._random, self._in_rest = point, kind, times, random, in_rest
+        self.num_struck, self._is_frozen, self.is_behind_pages = 0, False, False
+
+    def _freeze(self, *arguments: Any, **options: Any) -> Any:
+        self._is_frozen, self.is_behind_pages = True, options["ahead"] > 0
+        return self._stored(*arguments, **options)
 
     def _strike(self, point: Point) -> None:
         if point is self._point and self._left:
@@ -81,15 +89,16 @@ class Faults:
             self.num_struck += 1
             raise self._kind.error()
 
-    async def _in_pieces(self, *arguments: Any, **options: Any) -> AsyncIterator[bytes]:
-        self._strike(Point.BEFORE_ANY_BYTE)
+    async def _in_pieces(self, *arguments: Any, **options: Any) -> AsyncIterator[memoryview]:
+        strikes = self._is_frozen or not self._in_rest
+        if strikes:
+            self._strike(Point.BEFORE_ANY_BYTE)
         num_before, num = self._random.randrange(1, 16), 0
-        async for piece in self._pieces(*arguments, **options):
-            for at in range(0, len(piece), PIECE_BYTES):
-                if num == num_before:
-                    self._strike(Point.MID_STREAM)
-                num += 1
-                yield piece[at : at + PIECE_BYTES]
+        async for piece in self._pieces(*arguments, **(options | {"piece_bytes": PIECE_BYTES})):
+            if num == num_before and strikes:
+                self._strike(Point.MID_STREAM)
+            num += 1
+            yield piece
 
     async def _behind_open(self, peer: Peer, *asked: Any) -> Any:
         owner = await self._open(peer, *asked)
@@ -120,21 +129,22 @@ async def sent(one: Stepped, asked: Asked) -> pb.StepResponse:
 
 
 async def live_through(
-    calls: Calls, source: Server, target: Server, clock: Clock, random: Random, address: str
+    calls: Calls, source: Server, target: Server, clock: Clock, random: Random, address: str, first_tokens: int = 5
 ) -> tuple[bool, int]:
     """A sequence is moved while it is stepped, and whatever fails: it has one owner, and goes on as one that stays.
 
-    clock: the target's; address: where the source reaches it. Returns whether it was moved, and
-    how many copies at the target wait for the end of their leases.
+    clock: the target's; address: where the source reaches it; first_tokens: of its first step. Returns whether it was
+    moved, and how many copies at the target wait for the end of their leases.
     """
     executed, num_steps = num_executed(source, target), 0
     one, twin = await calls.open(source.address, 2, lease_ms=LEASE_MS)
-    last, first = random.choice((Asked(2, 5, DECODE, 1), Asked(2, 5, VERIFY, 3))), replace(one)
+    kind, count = random.choice(((DECODE, 1), (VERIFY, 3)))
+    last, first = Asked(2, first_tokens, kind, count), replace(one)
     commit = random.randrange(4) if last.kind == VERIFY else -1
-    position = 5 + (last.count if commit < 0 else commit)
+    position = first_tokens + (last.count if commit < 0 else commit)
     following = [Asked(3, position, PREFILL, random.choice((1, 30)), commit)]
     following.append(Asked(4, position + following[0].count, DECODE, 1))
-    for asked in (Asked(1, 0, PREFILL, 5), last):
+    for asked in (Asked(1, 0, PREFILL, first_tokens), last):
         for each in (one, twin):
             await each.send(asked)
     moving = asyncio.create_task(calls.move([replace(one)], address))
@@ -157,7 +167,10 @@ async def live_through(
     await one.close()
     await twin.close()
     assert source.runtime.table.num_open == 0
-    num_left = target.runtime.table.num_open
+    table = target.runtime.table
+    # What was coming when its call ended goes with that.
+    await until(lambda: table.num_open == sum(len(handles) for _, handles in table.open_by_principal()))
+    num_left = table.num_open
     expire(target, clock)
     for server in (source, target):
         server.runtime.states.check_integrity()

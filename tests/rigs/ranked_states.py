@@ -3,6 +3,7 @@ again, and what the sequence's next step gives."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from deltaline_server.engine.rank_executor import LeadingExecutor, follow
 from deltaline_server.ranks.ways import Ranks, Ways
 from deltaline_server.snapshots.device.shared_transfer import SharedTransfer
 from deltaline_server.snapshots.device.transfer import StatePlace, StateTransfer
-from deltaline_server.snapshots.layout import Bytes, SpanProgress, state_bytes
+from deltaline_server.snapshots.layout import Bytes, SpanProgress, StateLayout, state_bytes
 from deltaline_server.snapshots.tiers import layer_numbers, make_layout, make_share
 from deltaline_server.tables.pages import PagesPlaced
 
@@ -27,6 +28,30 @@ COMMITS = np.array([[70, 1, 2]], dtype=np.int64)
 TOKENS = 73
 
 Carried = tuple[Bytes, list[NDArray[np.float32]]]
+
+
+def check_pages_alone(
+    layout: StateLayout,
+    memory: Bytes,
+    do: Callable[[Callable[[], None]], None],
+    transfer: StateTransfer | SharedTransfer,
+    pages: NDArray[np.int32],
+) -> None:
+    """The first page of a state that was gathered, gathered and scattered by itself, has the same keys and values."""
+    of_page, paged = SpanProgress(position=PAGE_SIZE), layout.paged_spans
+    spans = [of_page if span in paged else SpanProgress() for span in range(len(SPANS))]
+    sections, whole = layout.pages.sections(spans), layout.sections(PROGRESS)
+    alone = np.full(state_bytes(sections), 0xA5, dtype=np.uint8)
+    place = StatePlace((), pages[:1])
+    for work in (
+        partial(transfer.gather, spans, place, COMMITS[:0], alone),
+        partial(transfer.scatter, spans, place, alone),
+    ):
+        do(work)
+    assert len(sections) == 2 * len(layout.pages.layers)
+    for section in sections:
+        [of_whole] = [one for one in whole if (one.part, one.number) == (section.part, section.number)]
+        np.testing.assert_array_equal(section.view(alone), of_whole.view(memory)[:, :PAGE_SIZE])
 
 
 def carry(ranks: Ranks | None, config: Path, stored: Bytes | None) -> Carried | None:
@@ -61,6 +86,7 @@ def carry(ranks: Ranks | None, config: Path, stored: Bytes | None) -> Carried | 
         assert np.array_equal(transfer.commits(PROGRESS, stored), COMMITS)
     memory = np.full(state_bytes(layout.sections(PROGRESS)), 0xA5, dtype=np.uint8)
     opened.engine.transfer(partial(transfer.gather, PROGRESS, place, COMMITS, memory)).result(WAIT_S)
+    check_pages_alone(layout, memory, lambda work: opened.engine.transfer(work).result(WAIT_S), transfer, pages)
     token = RankedEngine(opened.engine, opened.widths)
     made = token.run([(1, line, line, 1, 2, 1, 72)], np.zeros((3, 0), dtype=np.int32))
     opened.engine.close()

@@ -127,6 +127,11 @@ class InlineEngine:
     def poll(self) -> bool:
         return False
 
+    @property
+    def num_tasks(self) -> int:
+        """How many wait for `run`."""
+        return len(self._tasks)
+
     def run(self) -> None:
         while self._tasks:
             self._tasks.popleft()()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -114,13 +115,22 @@ class Traveller:
         assert not refusals, refusals
         cell.position += accepted
 
-    async def exported(self) -> bytes:
-        """The sequence's file."""
-        exchange, states = self.rig.exchange, self.rig.states
-        assert exchange is not None
-        async with states.stored(self.rig.table.server_epoch, self.handles, self.owner) as id:
-            pieces = exchange.pieces(id, self.owner, pause_s=60.0, whole_s=600.0)
-            return b"".join([piece async for piece in pieces])
+    async def exported(self, ahead: int = 0) -> bytes:
+        """The sequence's file, without the pages of tokens that went ahead."""
+        states = self.rig.states
+        async with states.stored(self.rig.table.server_epoch, self.handles, self.owner, ahead=ahead) as id:
+            return await self._file(id)
+
+    async def pages(self, begin: int, end: int) -> bytes:
+        """The file of whole pages of tokens that are settled."""
+        states, at = self.rig.states, (self.rig.table.server_epoch, self.handles, self.owner)
+        async with states.stored_pages(*at, begin, end) as id:
+            return await self._file(id)
+
+    async def _file(self, id: bytes) -> bytes:
+        assert self.rig.exchange is not None
+        pieces = self.rig.exchange.pieces(id, self.owner, pause_s=60.0, whole_s=600.0)
+        return b"".join([bytes(piece) async for piece in pieces])
 
     async def moved_to(self, rig: StateRig) -> Traveller:
         """What comes of it at another rig."""
@@ -143,12 +153,19 @@ async def imported_by(
 ) -> int:
     exchange, arriving = rig.exchange, Arriving(pieces)
     assert exchange is not None
-    with exchange.on_its_way(owner):
+    with exchange.on_its_way(owner), rig.states.coming(owner) as sequence:
         stored, _ = await exchange.read_header(arriving)
         exchange.check_adapter(stored.header, owner)
         assert stored.header.is_sequence
+        while stored.header.is_pages:
+            sequence.expect(stored.header)
+            received = exchange.received(arriving, stored, owner, is_pinned=False)
+            await sequence.land(received, partial(exchange.judge, stored))
+            stored, _ = await exchange.read_header(arriving)
+        sequence.expect(stored.header)
         async with exchange.received(arriving, stored, owner, is_pinned=False) as header:
-            [handle] = (await rig.states.open_stored(header, owner, lease_s)).tolist()
+            await sequence.landed()
+            [handle] = (await rig.states.open_stored(header, owner, lease_s, sequence.hand_over())).tolist()
     return int(handle)
 
 

@@ -568,6 +568,7 @@ def test_command_serves_until_a_signal_and_exits_with_0(model_file: str) -> None
         events = [json.loads(process.stderr.readline()) for _ in range(4)]
         assert [event["message"] for event in events] == ["loading", "loaded", "prepared", "ready"]
         assert (events[-1]["tls"], events[-1]["principals"]) == ("none", "none")
+        assert all(events[1][stage] >= 0 for stage in ("weights_s", "kernels_s", "state_s"))
         port = events[-1]["address"].rpartition(":")[2]
         refused = subprocess.run([*command, "--port", port], env=environ, capture_output=True, text=True)
         assert "another server runs there" in json.loads(refused.stderr)["message"]  # and gRPC adds no line

@@ -70,20 +70,42 @@ def test_text_of_a_value_with_a_line_break_stays_on_its_line(capsys: pytest.Capt
 
 
 def test_long_work_is_told_of_and_what_it_gives_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    progress, was_told, lines = log.Progress(), asyncio.Event(), list[dict[str, object]]()
+    now_s = 100.0
+    progress, was_told, lines = log.Progress(lambda: now_s), asyncio.Event(), list[dict[str, object]]()
 
     def event(logger: logging.Logger, message: str, **fields: object) -> None:
         lines.append({"message": message, **fields})
         was_told.set()
 
     async def work() -> str:
+        nonlocal now_s
+        progress.begin("weights")
+        now_s = 106.0
         progress.report(3, 8)
         await was_told.wait()
         return "model"
 
     monkeypatch.setattr(log, "event", event)
-    assert asyncio.run(log.told(work(), LOGGER, "still loading", every_s=0.01, layers=progress)) == "model"
-    assert lines[0] == {"message": "still loading", "seconds": 0, "layers": "3 of 8"}
+    assert asyncio.run(log.told(work(), LOGGER, "still loading", progress, every_s=0.01)) == "model"
+    assert lines[0] == {"message": "still loading", "seconds": 0, "stage": "weights", "done": "3 of 8", "left_s": 10}
+
+
+def test_stages_follow_each_other_and_nothing_is_said_of_what_is_not_known() -> None:
+    now_s = 0.0
+    progress = log.Progress(lambda: now_s)
+    assert progress.fields == {} == progress.seconds
+    progress.begin("weights")
+    progress.report(0, 4)
+    assert progress.fields == {"stage": "weights", "done": "0 of 4"}
+    now_s = 2.0
+    progress.report(4, 4)
+    assert progress.fields == {"stage": "weights", "done": "4 of 4", "left_s": 0}
+    progress.begin("kernels")
+    assert (progress.fields, progress.seconds) == ({"stage": "kernels"}, {"weights": 2.0})
+    now_s = 2.5
+    progress.end()
+    progress.end()
+    assert (progress.fields, progress.seconds) == ({}, {"weights": 2.0, "kernels": 0.5})
 
 
 def test_what_long_work_raises_comes_back() -> None:

@@ -17,6 +17,11 @@ def _decode(name: str, shape: Shape, needed: float | None, aim: float | None = N
     return Row(name, f"{shape.num_rows} rows of {shape.tokens}, {lengths}", shape, *pair(at_most_us, needed, aim))
 
 
+def _prefill(name: str, shape: Shape) -> Row[Shape]:
+    what = f"{shape.num_rows} rows of {shape.tokens}, {shape.lengths[0]} keys each"
+    return Row(name, what, shape, *pair(at_least_peers, 1.0))
+
+
 RAGGED = tuple(int(2 ** (i / 2)) for i in range(2, 34))
 # Bytes of the ragged rows at 4.38 TB/s, and a fifth more.
 RAGGED_US = Shape(RAGGED).num_bytes() / 4.38e6 * 1.2
@@ -31,6 +36,11 @@ ROWS = (
     _decode("decode-128x2048", Shape((2048,) * 128), 140, 132),
     _decode("decode-ragged", Shape(RAGGED), round(RAGGED_US, 1)),
     _decode("verify-32x8192", Shape((8192,) * 32, 5), None, 142),
+    _prefill("prefill-1x8192-24-4", Shape((8192,), 8192, 24, 4)),
+    _prefill("prefill-4096-behind-4096-24-4", Shape((8192,), 4096, 24, 4)),
+    _prefill("prefill-1x8192-16-2", Shape((8192,), 8192)),
+    _prefill("prefill-8x2048-24-4", Shape((2048,) * 8, 2048, 24, 4)),
+    _prefill("prefill-1x8192-32-8-128", Shape((8192,), 8192, 32, 8, 128)),
     Row(
         "decode-16x131072-window",
         "16 rows of 1, a window of 4096 over 131072 keys; bars in the speed of rows of 4096",

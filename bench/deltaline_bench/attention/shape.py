@@ -8,6 +8,9 @@ import torch
 
 from deltaline_bench import batch
 
+# More tokens are a prefill.
+MOST_SHORT = 16
+
 
 @dataclass(frozen=True)
 class Shape(batch.Shape):
@@ -67,6 +70,14 @@ class Shape(batch.Shape):
         values = 2 * self.num_seen * self.num_keys + 2 * self.num_tokens * self.num_queries
         return values * self.dim * self.dtype.itemsize
 
+    @property
+    def max_short(self) -> int:
+        """Tokens of rows that are short: those of a decode or a verify."""
+        return min(self.tokens, MOST_SHORT)
+
     def num_flops(self) -> int:
-        """Count products with keys and with values; of verifies as if every query saw all keys of its row."""
-        return 4 * self.num_seen * self.tokens * self.num_queries * self.dim
+        """Count products with keys and with values; of short rows as if every query saw all keys of its row."""
+        pairs = self.num_seen * self.tokens
+        if self.is_causal and self.tokens > self.max_short:
+            pairs -= self.num_tokens * (self.tokens - 1) // 2
+        return 4 * pairs * self.num_queries * self.dim

@@ -34,7 +34,7 @@ def _rows_of(batch: Batch) -> Rows:
     zeros = [0] * shape.num_rows
     position = [length - shape.tokens for length in shape.lengths]
     fields = (lengths, lines, lines, lengths, zeros, zeros)
-    return Rows.build(*fields, max_short=shape.tokens, device=batch.device, position=position)
+    return Rows.build(*fields, max_short=shape.max_short, device=batch.device, position=position)
 
 
 def _modifiers_of(batch: Batch) -> Modifiers | None:
@@ -70,7 +70,7 @@ def _compat(batch: Batch) -> Side:
 
 
 def _sdpa(batch: Batch) -> Side:
-    """Make PyTorch's scaled_dot_product_attention, of dense keys of equal length and without modifiers.
+    """Make PyTorch's scaled_dot_product_attention, of dense keys of equal length, plain or causal from the first key.
 
     Raises:
         NotApplicable: ragged rows, or modifiers that it does not have.
@@ -78,11 +78,13 @@ def _sdpa(batch: Batch) -> Side:
     shape = batch.shape
     if shape.is_ragged:
         raise NotApplicable("no lengths")
-    if shape.soft_cap is not None or (shape.is_causal and shape.tokens > 1):
+    is_causal = shape.is_causal and shape.tokens > 1
+    if shape.soft_cap is not None or (is_causal and shape.tokens < max(shape.lengths)):
         raise NotApplicable("no modifiers")
     q, k, v = batch.dense()
 
-    call = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, enable_gqa=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    call = partial(attend, q, k, v, is_causal=is_causal, enable_gqa=True)
     return Side(call, lambda o: {"o": _packed(o)}, lambda: None)
 
 

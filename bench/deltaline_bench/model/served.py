@@ -1,4 +1,4 @@
-"""The model as a server has it, built by what builds a server's and told stage by stage, and its batches.
+"""The model as a server has it, built by what builds a server's, and its batches.
 
 The one place of this package that knows how batches are computed.
 """
@@ -6,11 +6,8 @@ The one place of this package that knows how batches are computed.
 from __future__ import annotations
 
 import statistics
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,30 +25,12 @@ from deltaline_server.config import Config
 from deltaline_server.engine.executor import Executor
 from deltaline_server.engine.graphs import buckets_of
 from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_state
+from deltaline_server.log import Progress
 from deltaline_server.models.kernel_check import self_test
 from deltaline_server.models.model import Model, load_model
 from deltaline_server.step import Limits, StepBatch
 
 WARM_UP = 3
-
-
-@dataclass
-class Stages:
-    """How long each stage took, seconds."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Tell that a stage begins, and what it took."""
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        begin_s = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - begin_s
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.seconds.values())
 
 
 @dataclass(frozen=True)
@@ -65,11 +44,12 @@ class ServedModel:
 
     @classmethod
     def build(
-        cls, shape: Shape, rows: Sequence[int], tokens: int, stages: Stages, *, all_graphs: bool = False
+        cls, shape: Shape, rows: Sequence[int], tokens: int, progress: Progress, *, all_graphs: bool = False
     ) -> ServedModel:
         """Build what decodes of so many rows and a prefill of so many tokens need. Raises ModelError.
 
-        all_graphs: capture all graphs that a server has, not only those that are measured.
+        progress: told what a server's is. all_graphs: capture all graphs that a server has, not only those that are
+        measured.
         """
         config = Config(
             model=str(shape.path) if shape.is_checkpoint else None,
@@ -81,17 +61,19 @@ class ServedModel:
             max_context=tokens,
             metrics_port=-1,
         )
-        with stages.stage("weights"):
-            model = load_model(model_options(config))
+        progress.begin("weights")
+        model = load_model(model_options(config), progress.report)
         options = state_options(config)
-        with stages.stage("kernels tested"):
-            self_test(model, options)
-        with stages.stage("state"):
-            pool = model.make_pool(_few_pages(model, options))
+        progress.begin("kernels")
+        self_test(model, options)
+        progress.begin("state")
+        pool = model.make_pool(_few_pages(model, options))
         limits = make_limits(config)
         executor = make_executor(model, pool, limits) if all_graphs else _few_graphs(model, pool, limits, rows, tokens)
-        with stages.stage("graphs"), torch.inference_mode():
-            executor.prepare(lambda done, total: None)
+        progress.begin("graphs")
+        with torch.inference_mode():
+            executor.prepare(progress.report)
+        progress.end()
         return cls(model, pool, executor, 0 if pool.kv is None else config.page_size)
 
     def decode(self, rows: int) -> StepBatch:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from deltaline_bench.case import NotApplicable, Side, SideMaker
 from deltaline_bench.moe.batch import Batch
 from deltaline_bench.peers import Function, Peers
-from deltaline_kernels import Router, route_tokens, run_experts
+from deltaline_kernels import Router, route_and_run_experts, route_tokens, run_experts
 from deltaline_kernels.compat import fused_experts
 
 VLLM = "vllm.model_executor.layers.fused_moe.fused_moe"
@@ -55,8 +55,9 @@ def native(batch: Batch, *, route: bool) -> Side:
     given = route_tokens(batch.logits, router, batch.bias)
 
     def call() -> Tensor:
-        weights, experts = route_tokens(batch.logits, router, batch.bias) if route else given
-        return run_experts(batch.x, batch.gate_up, batch.down, weights, experts)
+        if route:
+            return route_and_run_experts(batch.x, batch.logits, router, batch.gate_up, batch.down, batch.bias)
+        return run_experts(batch.x, batch.gate_up, batch.down, *given)
 
     return make_side(call)
 

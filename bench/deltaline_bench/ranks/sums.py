@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltaline_bench.ranks.figures import Figures
 from deltaline_bench.ranks.fused import SumNorm
-from deltaline_server.layers.norm import rms_norm
+from deltaline_kernels import rms_norm
 from deltaline_server.ranks.group import Group
 from deltaline_server.ranks.peer_memory import PeerMemory
 from deltaline_server.ranks.ways import Ranks

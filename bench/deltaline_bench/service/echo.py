@@ -5,10 +5,10 @@ python -m deltaline_bench.service.echo PATH [--model CONFIG.json] [--cert FILE -
 It listens on a Unix socket, on a port of the loopback, and with a certificate on another by TLS, and says so on its
 output.
 
-Calls are `unary` or a `stream`. With the model of a CPU's size there are also `unary-around-layer` and
-`stream-around-layer`: those compute a decode step of its layers between request and reply, in a thread as the service
-does, and put the seconds that it took into the first eight bytes. Such an echo finds caches and cores as the service
-finds them.
+Calls are `unary` or a `stream`; `sink` takes a stream one way, and answers how many bytes came. With the model of a
+CPU's size there are also `unary-around-layer` and `stream-around-layer`: those compute a decode step of its layers
+between request and reply, in a thread as the service does, and put the seconds that it took into the first eight bytes.
+Such an echo finds caches and cores as the service finds them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,14 @@ Answer = Callable[[bytes, Any], Awaitable[bytes]]
 async def echo(request: bytes, context: Any) -> bytes:
     """Answer with the same bytes."""
     return request
+
+
+async def sink(requests: AsyncIterator[bytes], context: Any) -> bytes:
+    """Take all that comes; answer how many bytes it was."""
+    num_bytes = 0
+    async for request in requests:
+        num_bytes += len(request)
+    return struct.pack("q", num_bytes)
 
 
 def echo_around(work: Callable[[], float]) -> Answer:
@@ -91,7 +99,7 @@ def handlers(name: str, answer: Answer) -> dict[str, Any]:
 async def serve(path: str, model_file: Path | None = None, tls: Tls | None = None) -> None:
     """Serve until the process is ended. The options are the server's."""
     server = grpc.aio.server(options=grpc_options(Config.inline_limit_bytes + MESSAGE_SLACK_BYTES))
-    served = handlers("", echo)
+    served = handlers("", echo) | {"sink": grpc.stream_unary_rpc_method_handler(sink)}
     if model_file is not None:
         served |= handlers("-around-layer", echo_around(layer_work(model_file)))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare.Echo", served),))

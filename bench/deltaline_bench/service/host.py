@@ -131,8 +131,8 @@ async def running(
     echo_command += [f"--model={model}"] if has_layer_echo else []
     echo_command += [] if tls is None else [f"--cert={tls.cert}", f"--key={tls.key}"]
     with (
-        _process([server_module, *flags], log) as server,
-        _process(echo_command, echo_log) as echo,
+        process_of([server_module, *flags], log) as server,
+        process_of(echo_command, echo_log) as echo,
     ):
         is_ready, echoes = (
             re.compile(r" ready .*address=(\S+) metrics_port=(\d+)"),
@@ -155,7 +155,7 @@ async def running(
 
 
 @contextmanager
-def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def process_of(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A Python module as a process of its own, ended after the block."""
     with log.open("w") as output:
         process = subprocess.Popen([sys.executable, "-m", *command], stdout=output, stderr=output)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.combine import combine_kernel
+from deltaline_kernels.attention.hopper_tile import can_attend, launch_attend
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.kernel import attend_kernel
 from deltaline_kernels.attention.plan import MOST_ROWS, Tile, choose_parts, choose_tile
@@ -32,7 +33,11 @@ def num_processors(device: torch.device) -> int:
 def flex_decode_triton(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | None) -> None:
     """Write the rows' outputs to o `[T, HQ, DV]`, and to lse `[T, HQ]`. Checked by the caller."""
     for part, long in ((rows.short(), False), (rows.long(), True)):
-        if part.num_rows and part.max_length and queries.q.shape[0]:
+        if not (part.num_rows and part.max_length and queries.q.shape[0]):
+            continue
+        if long and can_attend(queries, keys):
+            launch_attend(queries, keys, part, o, lse)
+        else:
             _launch(queries, keys, part, o, lse, long=long)
 
 

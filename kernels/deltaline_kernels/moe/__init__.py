@@ -7,7 +7,11 @@ from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, check_tensor
 from deltaline_kernels.moe.cpu import route_cpu, run_experts_cpu
-from deltaline_kernels.moe.reference import route_tokens_reference, run_experts_reference
+from deltaline_kernels.moe.reference import (
+    route_and_run_experts_reference,
+    route_tokens_reference,
+    run_experts_reference,
+)
 from deltaline_kernels.moe.router import MAX_EXPERTS, MAX_TOP_K, Router
 from deltaline_kernels.operators import operator
 
@@ -18,6 +22,8 @@ __all__ = [
     "MAX_EXPERTS",
     "MAX_TOP_K",
     "Router",
+    "route_and_run_experts",
+    "route_and_run_experts_reference",
     "route_tokens",
     "route_tokens_reference",
     "run_experts",
@@ -54,18 +60,7 @@ def route_tokens(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    if not isinstance(router, Router):
-        raise TypeError(f"router: expected a Router, got {type(router).__name__}")
-    check_tensor("logits", logits, (None, None), ACTIVATIONS, None, row_stride=True)
-    num_tokens, device = logits.shape[0], logits.device
-    num_experts = logits.shape[1] - router.shared_gate
-    router.check_experts(num_experts, has_bias=bias is not None)
-    if bias is not None:
-        check_tensor("bias", bias, (num_experts,), (torch.float32,), device)
-    if query_start_loc is not None:
-        check_tensor("query_start_loc", query_start_loc, (None,), (torch.int32,), device)
-        if query_start_loc.shape[0] < 1:
-            raise ValueError("query_start_loc: expected shape [N+1], got [0]")
+    num_tokens, device = _check_routes(logits, router, bias, query_start_loc), logits.device
     weights = torch.empty((num_tokens, router.num_choices), dtype=torch.float32, device=device)
     experts = torch.empty((num_tokens, router.num_choices), dtype=torch.int32, device=device)
     if num_tokens > 0:
@@ -101,28 +96,95 @@ def run_experts(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    num_tokens, device = _check_experts(x, gate_up, down, activation), x.device
+    check_tensor("weights", weights, (num_tokens, None), (torch.float32,), device)
+    if weights.shape[1] < 1:
+        raise ValueError(f"weights: expected at least 1 choice per token, got shape {list(weights.shape)}")
+    check_tensor("experts", experts, tuple(weights.shape), (torch.int32,), device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=device)
+    if num_tokens > 0:
+        if device.type == "cpu":
+            run_experts_cpu(x, gate_up, down, weights, experts, out, gated=activation == SILU)
+        else:
+            # Imported here: only this path needs triton, which is installed on Linux alone.
+            from deltaline_kernels.moe.launch import run_experts_triton
+
+            run_experts_triton(x, gate_up, down, weights, experts, out, gated=activation == SILU)
+    return out
+
+
+@operator(_fake_output)
+def route_and_run_experts(
+    x: Tensor,
+    logits: Tensor,
+    router: Router,
+    gate_up: Tensor,
+    down: Tensor,
+    bias: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    activation: str = SILU,
+) -> Tensor:
+    """Return `[T, H]` in x.dtype: what `run_experts` makes of the routes that `route_tokens` makes.
+
+    On a GPU few tokens take less time so: what does not need the routes is done while they are made.
+
+    Args:
+        logits, router, bias, query_start_loc: as `route_tokens` has them.
+        x, gate_up, down, activation: as `run_experts` has them; of E experts the last `num_shared` are the shared ones.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    num_tokens, device = _check_routes(logits, router, bias, query_start_loc), x.device
+    check_tensor("x", x, (num_tokens, None), ACTIVATIONS, logits.device, row_stride=True)
+    _check_experts(x, gate_up, down, activation)
+    count = logits.shape[1] - router.shared_gate + router.num_shared
+    if len(down) != count:
+        raise ValueError(f"down: expected {count} experts, those of the logits and the shared ones, got {len(down)}")
+    weights = torch.empty((num_tokens, router.num_choices), dtype=torch.float32, device=device)
+    experts = torch.empty((num_tokens, router.num_choices), dtype=torch.int32, device=device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=device)
+    if num_tokens > 0:
+        if device.type == "cpu":
+            route_cpu(logits, router, bias, query_start_loc, weights, experts)
+            run_experts_cpu(x, gate_up, down, weights, experts, out, gated=activation == SILU)
+        else:
+            # Imported here: only this path needs triton, which is installed on Linux alone.
+            from deltaline_kernels.moe.launch import route_and_run_triton
+
+            routed = bias, query_start_loc, weights, experts
+            route_and_run_triton(x, logits, router, gate_up, down, *routed, out, gated=activation == SILU)
+    return out
+
+
+def _check_routes(logits: Tensor, router: Router, bias: Tensor | None, query_start_loc: Tensor | None) -> int:
+    """Check what routes are made of; return the number of tokens."""
+    if not isinstance(router, Router):
+        raise TypeError(f"router: expected a Router, got {type(router).__name__}")
+    check_tensor("logits", logits, (None, None), ACTIVATIONS, None, row_stride=True)
+    device = logits.device
+    num_experts = logits.shape[1] - router.shared_gate
+    router.check_experts(num_experts, has_bias=bias is not None)
+    if bias is not None:
+        check_tensor("bias", bias, (num_experts,), (torch.float32,), device)
+    if query_start_loc is not None:
+        check_tensor("query_start_loc", query_start_loc, (None,), (torch.int32,), device)
+        if query_start_loc.shape[0] < 1:
+            raise ValueError("query_start_loc: expected shape [N+1], got [0]")
+    return logits.shape[0]
+
+
+def _check_experts(x: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> int:
+    """Check tokens and the experts' weights; return the number of tokens."""
     if activation not in (SILU, RELU2):
         raise ValueError(f"activation: expected {SILU} or {RELU2}, got {activation!r}")
     halves = 2 if activation == SILU else 1
     check_tensor("x", x, (None, None), ACTIVATIONS, None, row_stride=True)
-    device, (num_tokens, width) = x.device, x.shape
+    device, width = x.device, x.shape[1]
     check_tensor("gate_up", gate_up, (None, None, width), (x.dtype,), device)
     num_experts, both, _ = gate_up.shape
     if num_experts < 1 or width < 1 or both < halves or both % halves:
         rows = "2 I" if halves == 2 else "I"
         raise ValueError(f"gate_up: expected shape [E, {rows}, H], none of them 0, got {list(gate_up.shape)}")
     check_tensor("down", down, (num_experts, width, both // halves), (x.dtype,), device)
-    check_tensor("weights", weights, (num_tokens, None), (torch.float32,), device)
-    if weights.shape[1] < 1:
-        raise ValueError(f"weights: expected at least 1 choice per token, got shape {list(weights.shape)}")
-    check_tensor("experts", experts, tuple(weights.shape), (torch.int32,), device)
-    out = torch.empty((num_tokens, width), dtype=x.dtype, device=device)
-    if num_tokens > 0:
-        if device.type == "cpu":
-            run_experts_cpu(x, gate_up, down, weights, experts, out, gated=halves == 2)
-        else:
-            # Imported here: only this path needs triton, which is installed on Linux alone.
-            from deltaline_kernels.moe.launch import run_experts_triton
-
-            run_experts_triton(x, gate_up, down, weights, experts, out, gated=halves == 2)
-    return out
+    return x.shape[0]

@@ -1,6 +1,7 @@
 """Experts of few tokens in Triton: each choice of a token for itself, in two launches.
 
-What takes time is to read the weights. The second launch has its first weights on their way while the first one ends.
+What takes time is to read the weights. The first launch is there when the routes are, and has read what does not depend
+on them; the second one has its first weights on their way while the first one ends.
 """
 
 import torch
@@ -10,44 +11,62 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltaline_kernels.device.activation import relu2, silu
+from deltaline_kernels.device.overlap import can_overlap, launch_options
 from deltaline_kernels.device.state_tile import below
-from deltaline_kernels.moe.plan import launch_options, plan_direct_first, plan_direct_second
+from deltaline_kernels.moe.plan import plan_direct_first, plan_direct_second
+
+# Of a thread of the second launch: all of its programs for a token are there before the first launch has ended.
+SECOND_REGISTERS = 128
 
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["num_experts"], do_not_specialize_on_alignment=["experts"])
+@triton.jit(do_not_specialize=["num_tokens", "num_experts"], do_not_specialize_on_alignment=["experts"])
 def _first(
     x,
     gate_up,
     experts,
     hidden,
     x_stride,
+    num_tokens,
     num_experts,
     H: tl.constexpr,
     INNER: tl.constexpr,
     C: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
-    UNROLL: tl.constexpr,
     GATED: tl.constexpr,
     EXACT: tl.constexpr,
-    DEPENDENTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Write silu(gate) * up of a choice and BLOCK_N inner channels, in fp32; without gates relu(up) ** 2."""
-    if DEPENDENTS:
-        gdc_launch_dependents()
+    """Write silu(gate) * up of a choice and BLOCK_N inner channels, without gates relu(up) ** 2.
+
+    SHARED: so many choices, the last ones, are known to be the last experts, and don't wait for their routes.
+    OVERLAP: with the launches before and behind.
+    """
     PARTS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-    pair = tl.program_id(0) // PARTS
+    # The last choices come first.
+    place = tl.program_id(0) // PARTS
+    choice = C - 1 - place // num_tokens
+    token = place % num_tokens
+    pair = token * C + choice
     o_n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
-    expert = tl.load(experts + pair)
+    expert = num_experts - C + choice
+    if choice < C - SHARED:
+        if OVERLAP:
+            gdc_wait()
+        expert = tl.load(experts + pair)
+    if OVERLAP:
+        # Only now: so what was there before this launch is there for the next one, too.
+        gdc_launch_dependents()
     if (expert >= 0) & (expert < num_experts):
-        p_x = x + (pair // C).to(tl.int64) * x_stride
+        p_x = x + token.to(tl.int64) * x_stride
         HALVES: tl.constexpr = 2 if GATED else 1
         p_gate = gate_up + expert.to(tl.int64) * (HALVES * INNER * H) + o_n.to(tl.int64)[:, None] * H
         gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        for i in tl.range(0, STEPS, loop_unroll_factor=UNROLL):
+        for i in range(0, STEPS):
             o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             in_k = below(o_k, H, BLOCK_K)
             inside = below(o_n[:, None], INNER, BLOCK_N) & in_k
@@ -62,7 +81,7 @@ def _first(
             y = silu(tl.sum(gate, axis=1), EXACT) * tl.sum(up, axis=1)
         else:
             y = relu2(tl.sum(gate, axis=1))
-        tl.store(hidden + pair.to(tl.int64) * INNER + o_n, y, mask=o_n < INNER)
+        tl.store(hidden + pair.to(tl.int64) * INNER + o_n, y.to(hidden.dtype.element_ty), mask=o_n < INNER)
 
 
 @triton.jit
@@ -100,16 +119,19 @@ def _add_choices(
     num_experts,
     INNER: tl.constexpr,
     C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Return `total` and what block i of every choice adds to it, in the order of the choices."""
-    o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    # As wide as the tiles: each thread loads what it multiplies, and nothing is exchanged between two loads.
+    o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :] + tl.zeros((BLOCK_N, 1), tl.int32)
     for c in tl.static_range(C):
         expert = tl.load(experts + c)
         is_used = (expert >= 0) & (expert < num_experts)
         weight = tl.load(weights + c, mask=is_used, other=0.0)
-        b_h = tl.load(hidden + c * INNER + o_k, mask=is_used & below(o_k, INNER, BLOCK_K), other=0.0)
-        total += tiles[c].to(tl.float32) * (weight * b_h)
+        inside = is_used & below(o_k, INNER, BLOCK_K)
+        b_h = tl.load(hidden + c * INNER + o_k, mask=inside, other=0.0)
+        total += tiles[c].to(tl.float32) * (weight * b_h.to(tl.float32))
     return total
 
 
@@ -128,7 +150,7 @@ def _second(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Write BLOCK_N outputs of a token: the weighted sum over its choices."""
     PARTS: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
@@ -137,15 +159,15 @@ def _second(
     experts += token * C
     weights += token * C
     hidden += token * (C * INNER)
-    # The experts were there before the first launch began.
+    # The experts were there before the first launch let this one begin.
     tiles = _load_choices(down, experts, o_n, 0, num_experts, H, INNER, C, BLOCK_N, BLOCK_K)
-    if DEPENDENT:
+    if OVERLAP:
         gdc_wait()
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    total = _add_choices(total, tiles, hidden, weights, experts, 0, num_experts, INNER, C, BLOCK_K)
+    total = _add_choices(total, tiles, hidden, weights, experts, 0, num_experts, INNER, C, BLOCK_N, BLOCK_K)
     for i in range(1, STEPS):
         tiles = _load_choices(down, experts, o_n, i, num_experts, H, INNER, C, BLOCK_N, BLOCK_K)
-        total = _add_choices(total, tiles, hidden, weights, experts, i, num_experts, INNER, C, BLOCK_K)
+        total = _add_choices(total, tiles, hidden, weights, experts, i, num_experts, INNER, C, BLOCK_N, BLOCK_K)
     tl.store(out + token * H + o_n, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=o_n < H)
 
 
@@ -158,31 +180,40 @@ def run_direct(
     out: Tensor,
     *,
     gated: bool,
-    overlap: bool,
+    num_shared: int = 0,
 ) -> None:
-    """Write out `[T, H]`; `overlap`: the second launch may start while the first one runs."""
+    """Write out `[T, H]`; from Hopper on a launch may start while the one before it runs.
+
+    num_shared: so many choices of each token, the last ones, are the last experts, whatever `experts` holds. Their
+    products may be made while the launch before this call runs, which must be one that writes none of its arguments but
+    weights and experts, and that did not begin itself before the one before it had ended.
+    """
     num_tokens, choices = experts.shape
     num_experts, width, inner = down.shape
-    hidden = torch.empty((num_tokens * choices, inner), dtype=torch.float32, device=x.device)
+    overlap = can_overlap(x)
+    hidden = torch.empty((num_tokens * choices, inner), dtype=x.dtype, device=x.device)
     sizes = {"H": width, "INNER": inner, "C": choices}
     first = plan_direct_first(width)
-    _first[(num_tokens * choices * triton.cdiv(inner, first.block_n),)](
+    programs = num_tokens * triton.cdiv(inner, first.block_n)
+    _first[(choices * programs,)](
         x,
         gate_up,
         experts,
         hidden,
         x.stride(0),
+        num_tokens,
         num_experts,
         **sizes,
+        SHARED=num_shared,
         BLOCK_N=first.block_n,
         BLOCK_K=first.block_k,
         STEPS=first.steps,
-        UNROLL=first.unroll,
         GATED=gated,
         EXACT=x.dtype == torch.float32,
-        DEPENDENTS=overlap,
+        OVERLAP=overlap,
         num_warps=first.warps,
         num_stages=1,
+        **launch_options(overlap=overlap),
     )
     second = plan_direct_second(inner, choices, down.element_size())
     _second[(num_tokens * triton.cdiv(width, second.block_n),)](
@@ -196,8 +227,9 @@ def run_direct(
         BLOCK_N=second.block_n,
         BLOCK_K=second.block_k,
         STEPS=second.steps,
-        DEPENDENT=overlap,
+        OVERLAP=overlap,
         num_warps=second.warps,
         num_stages=1,
-        **launch_options(dependent=overlap),
+        maxnreg=SECOND_REGISTERS,
+        **launch_options(overlap=overlap),
     )

@@ -1,17 +1,16 @@
-"""Order of the experts' kernels on a GPU: choice by choice, in tiles, or by torch's grouped products."""
+"""Order of the experts' kernels on a GPU: choice by choice, in tiles, or sorted."""
 
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from deltaline_kernels.moe import plan
 from deltaline_kernels.moe.direct import run_direct
-from deltaline_kernels.moe.grouped import has_grouped, run_grouped
+from deltaline_kernels.moe.many import run_sorted
 from deltaline_kernels.moe.product import run_tiles
-
-HOPPER = (9, 0)
+from deltaline_kernels.moe.route import route_triton
+from deltaline_kernels.moe.router import Router
 
 
 def run_experts_triton(
@@ -28,9 +27,29 @@ def _choose(num_tokens: int, choices: int, x: Tensor, down: Tensor) -> Callable[
     """Return what writes the outputs of `num_tokens` tokens, or of what is left of a batch."""
     num_experts = len(down)
     if num_tokens <= plan.DIRECT_TOKENS:
-        # From Hopper on a launch may start while the one before it still runs.
-        overlap = x.device.type != "cpu" and torch.cuda.get_device_capability(x.device) >= HOPPER
-        return partial(run_direct, overlap=overlap)
-    if plan.is_grouped(num_tokens, choices, num_experts) and has_grouped(x, down):
-        return run_grouped
+        return run_direct
+    if plan.is_sorted(num_tokens, choices, x, down):
+        return run_sorted
     return partial(run_tiles, plan=plan.plan_tiles(num_tokens, choices, num_experts, x.dtype))
+
+
+def route_and_run_triton(
+    x: Tensor,
+    logits: Tensor,
+    router: Router,
+    gate_up: Tensor,
+    down: Tensor,
+    bias: Tensor | None,
+    query_start_loc: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    out: Tensor,
+    *,
+    gated: bool,
+) -> None:
+    """Write weights and experts `[T, C]` and out `[T, H]`; arguments are validated by `route_and_run_experts`."""
+    route_triton(logits, router, bias, query_start_loc, weights, experts)
+    if len(x) <= plan.DIRECT_TOKENS:
+        run_direct(x, gate_up, down, weights, experts, out, gated=gated, num_shared=router.num_shared)
+    else:
+        run_experts_triton(x, gate_up, down, weights, experts, out, gated=gated)

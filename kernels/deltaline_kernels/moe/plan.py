@@ -7,10 +7,11 @@ has which expert: the order of every sum is the same for all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 
+from deltaline_kernels.device.overlap import can_overlap
 from deltaline_kernels.device.sizes import cdiv, pow2
 
 ANY = 1 << 62
@@ -18,10 +19,16 @@ ANY = 1 << 62
 MAX_TOKENS = 16384
 # So few tokens have few experts in common: each choice is computed for itself.
 DIRECT_TOKENS = 4
-# From so many choices per expert on, torch's grouped products are taken where there are any.
-GROUPED_CHOICES = 48
-# Bytes of weights that a program of the direct kernels has on their way.
-DIRECT_BYTES = 64 << 10
+# From so many choices per expert on they are sorted, where there are tensor cores and copies of whole tiles for them.
+SORTED_CHOICES = 64
+# Values of a row of what is copied in tiles are a multiple of these.
+ROW_UNIT = 8
+# And they begin at a multiple of these bytes.
+COPY_BYTES = 16
+# Weights of gate, and as many of up, that a program of the first direct kernel has on their way.
+DIRECT_VALUES = 4096
+# Bytes of weights that a program of the second direct kernel has on their way.
+DIRECT_BYTES = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,6 @@ class DirectPlan:
     block_k: int
     steps: int
     warps: int
-    unroll: int = 1
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,9 @@ BUCKETS = (
     Bucket(64, TilePlan(64, ProductPlan(64, 64, 4, 4), ProductPlan(128, 64, 4, 4), wide=False)),
     Bucket(ANY, TilePlan(128, ProductPlan(128, 64, 8, 3), ProductPlan(256, 64, 8, 3), wide=False)),
 )
+# Tiles of sorted choices: rows, and products with gate_up and with down.
+SORTED_ROWS = 128
+SORTED_FIRST, SORTED_SECOND = ProductPlan(128, 64, 8, 4), ProductPlan(256, 64, 8, 4)
 # Products of fp32 are computed without tensor cores, and their operands are twice as large.
 EXACT_PLAN = TilePlan(16, ProductPlan(32, 32, 4, 2), ProductPlan(32, 32, 4, 2), wide=True)
 
@@ -98,24 +107,27 @@ def plan_tiles(num_tokens: int, choices: int, num_experts: int, dtype: torch.dty
     return next(bucket.plan for bucket in BUCKETS if mean <= bucket.choices)
 
 
-def is_grouped(num_tokens: int, choices: int, num_experts: int) -> bool:
-    """Return whether torch's grouped products are taken if there are any."""
-    return num_tokens * choices >= GROUPED_CHOICES * num_experts
+def is_sorted(num_tokens: int, choices: int, x: Tensor, down: Tensor) -> bool:
+    """Return whether choices are sorted for tokens like x and experts `[E, H, I]`; else they are listed in tiles."""
+    num_experts, width, inner = down.shape
+    return (
+        num_tokens * choices >= SORTED_CHOICES * num_experts
+        and x.dtype != torch.float32
+        and width % ROW_UNIT == 0
+        and inner % ROW_UNIT == 0
+        and down.data_ptr() % COPY_BYTES == 0
+        and can_overlap(x)
+    )
 
 
 def plan_direct_first(inputs: int) -> DirectPlan:
     """Return how gate_up meets the tokens: `block_n` rows of gate and as many of up."""
-    block_k = min(512, pow2(inputs))
-    return DirectPlan(8, block_k, cdiv(inputs, block_k), 4, 2)
+    block_k = min(2048, pow2(inputs))
+    return DirectPlan(min(8, DIRECT_VALUES // block_k), block_k, cdiv(inputs, block_k), 2)
 
 
 def plan_direct_second(inputs: int, choices: int, itemsize: int) -> DirectPlan:
     """Return how down meets what gate_up left: `block_n` rows of it for each choice of a token."""
     block_k = min(512, pow2(inputs))
-    rows = max(1, DIRECT_BYTES // (pow2(choices) * block_k * itemsize))
-    return DirectPlan(min(8, rows), block_k, cdiv(inputs, block_k), 8 if rows >= 4 else 4)
-
-
-def launch_options(*, dependent: bool) -> dict[str, Any]:
-    """Return how a kernel is launched that may be `dependent` on one which still runs."""
-    return {"launch_pdl": True} if dependent else {}
+    rows = min(8, max(1, DIRECT_BYTES // (pow2(choices) * block_k * itemsize)))
+    return DirectPlan(rows, block_k, cdiv(inputs, block_k), max(1, min(4, rows)))

@@ -61,3 +61,18 @@ def run_experts_reference(
                 hidden = silu(both[:inner]) * both[inner:] if activation == "silu" else both.relu() ** 2
                 out[t] += weight.to(compute) * (down[expert].to(compute) @ hidden)
     return out.to(x.dtype)
+
+
+def route_and_run_experts_reference(
+    x: Tensor,
+    logits: Tensor,
+    router: Router,
+    gate_up: Tensor,
+    down: Tensor,
+    bias: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """Return the outputs `[T, H]` as `route_and_run_experts` does."""
+    weights, experts = route_tokens_reference(logits, router, bias, query_start_loc)
+    return run_experts_reference(x, gate_up, down, weights, experts, activation)

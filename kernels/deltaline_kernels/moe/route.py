@@ -3,12 +3,16 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from deltaline_kernels.device.overlap import can_overlap
 from deltaline_kernels.device.sizes import pow2
 from deltaline_kernels.moe.router import Router
 
 # As in the reference: NaN counts as the least choice, and what can't be chosen is below it.
 LEAST_CHOICE = tl.constexpr(-1e38)
+# Below every score as an integer, -infinity too.
+TAKEN = tl.constexpr(-(2**31))
 # Experts of a warp.
 WARP_EXPERTS = 512
 
@@ -38,7 +42,11 @@ def _route(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    """Choose the experts of a token. OVERLAP: the next launch may begin, which waits for this one."""
+    if OVERLAP:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BLOCK_C)
     p_weights, p_experts = weights + token * CHOICES + o_c, experts + token * CHOICES + o_c
@@ -65,18 +73,19 @@ def _route(
     choices = tl.where(inside, choices, float("-inf"))
     if TOP_GROUPS < GROUPS:
         choices = _keep_groups(choices, TOP_GROUPS, BLOCK_G, BLOCK_S, bias is not None)
-    flat = tl.reshape(choices, (BLOCK_G * BLOCK_S,))
-    flat_scores = tl.reshape(scores, (BLOCK_G * BLOCK_S,))
+    # As integers of the same order: a warp has an instruction for the largest of 32, which numbers with a point lack.
+    flat = _ordered(tl.reshape(choices, (BLOCK_G * BLOCK_S,)))
+    flat_scores = tl.reshape(scores, (BLOCK_G * BLOCK_S,)).to(tl.int32, bitcast=True)
     o_e = tl.arange(0, BLOCK_G * BLOCK_S)
     weight = tl.zeros((BLOCK_C,), tl.float32)
     chosen = tl.zeros((BLOCK_C,), tl.int32)
     for i in range(TOP_K):
         # The leftmost of equal ones, and that is the lowest expert.
-        place = tl.argmax(flat, axis=0, tie_break_left=True)
-        score = tl.sum(tl.where(o_e == place, flat_scores, 0.0), axis=0)
+        place = tl.min(tl.where(flat == tl.max(flat, axis=0), o_e, BLOCK_G * BLOCK_S), axis=0)
+        score = tl.max(tl.where(o_e == place, flat_scores, TAKEN), axis=0).to(tl.float32, bitcast=True)
         weight = tl.where(o_c == i, score, weight)
         chosen = tl.where(o_c == i, place // BLOCK_S * SIZE + place % BLOCK_S, chosen)
-        flat = tl.where(o_e == place, float("-inf"), flat)
+        flat = tl.where(o_e == place, TAKEN, flat)
     if NORMALIZE:
         weight = weight / (tl.sum(weight, axis=0) + 1e-20)
     weight *= scale
@@ -89,6 +98,13 @@ def _route(
         chosen = tl.where(o_c >= TOP_K, GROUPS * SIZE + o_c - TOP_K, chosen)
     tl.store(p_weights, tl.where(is_live, weight, 0.0), mask=o_c < CHOICES)
     tl.store(p_experts, tl.where(is_live, chosen, -1), mask=o_c < CHOICES)
+
+
+@triton.jit
+def _ordered(values):
+    """Return fp32 values, none of them NaN, as int32 in the same order."""
+    bits = values.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
@@ -140,6 +156,7 @@ def route_triton(
         BLOCK_G=block_g,
         BLOCK_S=block_s,
         BLOCK_C=pow2(router.num_choices),
+        OVERLAP=can_overlap(logits),
         num_warps=max(1, min(8, block_g * block_s // WARP_EXPERTS)),
         num_stages=1,
     )

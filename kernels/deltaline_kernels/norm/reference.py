@@ -1,4 +1,4 @@
-"""Gated RMS norm, as a formula: the truth that the other paths are tested against.
+"""RMS norms, as formulas: the truth that the other paths are tested against.
 
 Computes in fp32 (fp64 when given fp64), on any device, without speed.
 """
@@ -6,6 +6,21 @@ Computes in fp32 (fp64 when given fp64), on any device, without speed.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return `x * rsqrt(mean(x^2) + eps) * weight` of each row of x `[T, D]`, in x.dtype."""
+    value = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps) * weight.to(value.dtype)).to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return `residual + scale * x` in residual.dtype, and the norm of that sum, rounded to x.dtype, in x.dtype."""
+    compute = torch.promote_types(residual.dtype, torch.float32)
+    total = (residual.to(compute) + scale * x.to(compute)).to(residual.dtype)
+    return total, rms_norm_reference(total.to(x.dtype), weight, eps)
 
 
 def gated_rms_norm_reference(o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:

@@ -19,7 +19,7 @@ from deltaline_kernels.moe.plan import plan_tiles
 from deltaline_kernels.selftest.shapes import Compared, Fills
 
 TOKENS = (1, 6, 40)
-# Choices per expert on average, in tiles of each size and in grouped products.
+# Choices per expert on average, in tiles of each size and sorted.
 CHOICES_GPU = (6, 20, 36, 100)
 
 
@@ -77,7 +77,7 @@ def tokens_of_experts(router: Router, num_experts: int, device: torch.device | s
 
 
 def tokens_of_every_way(choices: int, num_experts: int) -> list[int]:
-    """Return the sizes of batches that a GPU computes choice by choice, in tiles of each size, by grouped products."""
+    """Return the sizes of batches that a GPU computes choice by choice, in tiles of each size, sorted."""
     return [1, *(cdiv(mean * num_experts, choices) for mean in CHOICES_GPU)]
 
 

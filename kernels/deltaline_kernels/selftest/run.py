@@ -6,7 +6,6 @@ Wrong code from an assembler shows here before it shows in an answer.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -25,6 +24,7 @@ from deltaline_kernels.moe import Router
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 from deltaline_kernels.selftest.attention import attention_batches, compare_attention
+from deltaline_kernels.selftest.block import compare_block
 from deltaline_kernels.selftest.lora import compare_lora
 from deltaline_kernels.selftest.mhc import compare_mhc
 from deltaline_kernels.selftest.moe import compare_moe, tokens_of_experts
@@ -87,6 +87,7 @@ def run_selftest(
     norms_first: bool = False,
     streams: int = 0,
     hidden: int = 64,
+    mlp_dim: int = 0,
     router: Router | None = None,
     num_experts: int = 0,
     expert_dim: int = 64,
@@ -107,7 +108,8 @@ def run_selftest(
         is_gated, norms_heads: whether its outputs have a gate, and whether heads of queries and keys are normalised.
         norms_first: whether the norm of a Mamba2 layer is before the gate.
         raw_gates: whether the gated delta rule is given decays and strengths themselves, strengths of up to 2.
-        streams: residual streams of `hidden` channels; 0: the model mixes none.
+        hidden: channels of the model's hidden states. streams: residual streams of them; 0: the model mixes none.
+        mlp_dim: channels of its MLPs between their products; 0: it has none.
         router: how tokens of `hidden` channels choose among `num_experts` experts of `expert_dim` channels, the shared
             ones not counted; None: the model has no experts. expert_activation: as `run_experts` takes it.
 
@@ -137,6 +139,7 @@ def run_selftest(
     )
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
     parts = [*_mixer_parts(shapes, device), *_adapter_parts(shapes, device)]
+    parts.append(partial(compare_block, hidden=hidden, mlp_dim=mlp_dim, dtype=dtype))
     if streams:
         parts.append(partial(compare_mhc, streams=streams, hidden=hidden, dtype=dtype))
     if router:
@@ -157,22 +160,40 @@ def run_selftest(
 
 
 def _compare(parts: Sequence[Part], limit: float, device: torch.device) -> list[Check]:
-    """Run every part with every kind of inputs, many at once: on a GPU most of what they take is to compile.
+    """Run every part with every kind of inputs: on a GPU many at once, as most of what they take is to compile.
 
     Random inputs come first, and need all kernels, so that few are compiled by two threads.
     """
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())  # the caller's, which is no other thread's
-    found, num_threads = list[Check](), THREADS[device.type]
+    num_threads = THREADS[device.type]
+    if device.type == "cuda":
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())  # the caller's, which is no other thread's
+        torch.cuda.synchronize(device)  # for what parts were made with
+        from triton.runtime import driver  # which is installed on Linux alone
+
+        driver.active.get_current_device()  # compiled when it is first asked for, and by each thread that does
+    found = list[Check]()
     for kinds in KINDS:
         run = partial(_checks, kinds=kinds, limit=limit, device=device)
         if num_threads == 1:
             made = list(map(run, parts, count()))
         else:
-            with ThreadPoolExecutor(num_threads, thread_name_prefix="selftest") as threads:
+            with ThreadPoolExecutor(num_threads, "selftest", _use_stream, (device,)) as threads:
                 made = list(threads.map(run, parts, count()))
         found += [check for checks in made for check in checks]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the threads' streams
     return found
+
+
+def _use_stream(device: torch.device) -> None:
+    """Give the calling thread a stream of its own on a GPU.
+
+    A kernel that begins while the one before it runs knows that one, and would not wait for another thread's.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 def _checks(part: Part, seed: int, kinds: Sequence[str], limit: float, device: torch.device) -> list[Check]:
@@ -184,10 +205,9 @@ def _checks(part: Part, seed: int, kinds: Sequence[str], limit: float, device: t
         "integers": lambda *shape: torch.randint(-2, 3, shape, generator=generator, device=device).float(),
         "ones": lambda *shape: torch.ones(*shape, device=device),
     }
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        compared = part({kind: fills[kind] for kind in kinds})
-        # One by one: what was computed is not kept.
-        return [Check(name, largest_error(got, want), limit) for name, got, want in compared]
+    compared = part({kind: fills[kind] for kind in kinds})
+    # One by one: what was computed is not kept.
+    return [Check(name, largest_error(got, want), limit) for name, got, want in compared]
 
 
 def _mixer_parts(shapes: Shapes, device: torch.device | str) -> Iterator[Part]:

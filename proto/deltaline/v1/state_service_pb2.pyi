@@ -697,7 +697,8 @@ Global___ExportStateResponse: _TypeAlias = ExportStateResponse  # noqa: Y015
 
 @_typing.final
 class ImportStateRequest(_message.Message):
-    """Imports a state. All messages together have its file's bytes, in order, cut anywhere. Those behind the first have only
+    """Imports a state. All messages together have its file's bytes, in order, cut anywhere; ahead of a sequence's file there may
+    be files of its pages, each of which goes on where the one before ended. Those behind the first have only
     `chunk`: else INVALID_ARGUMENT, reason INVALID_REQUEST. A message that lets wait for 30 seconds, or
     the last one for 10 minutes: DEADLINE_EXCEEDED, reason UPLOAD_TIMEOUT. Too large for what host memory has left:
     RESOURCE_EXHAUSTED, reason NO_SNAPSHOT_LINES; too many states on their way: reason TOO_MANY_CALLS.
@@ -814,7 +815,8 @@ class MoveSequencesRequest(_message.Message):
     server_epoch: _builtins.int
     """From OpenSequencesResponse. 0: INVALID_ARGUMENT, reason INVALID_REQUEST."""
     target: _builtins.str
-    """HOST:PORT of the server that takes them, one of those that this server was told (`--move-peers`): else
+    """HOST:PORT of the server that takes them, or link:PATH of one on this server's host, one of those that this server was
+    told (`--move-peers`): else
     FAILED_PRECONDITION, reason MOVE_TARGET_REFUSED, and nothing is sent to it. So is one that can't be reached or
     verified, that does not let this server in, or is this server.
     """

@@ -40,7 +40,8 @@ class TrustOptions(NetworkOptions):
     move_peers: str | None = setting(
         None,
         "trust",
-        "HOST:PORT,HOST:PORT,...: servers that sequences may be moved to, with TLS where this one has it; default none",
+        "HOST:PORT,HOST:PORT,...: servers that sequences may be moved to, with TLS where this one has it; link:PATH is "
+        "the local link of one on this host; default none",
         metavar="NAMES",
     )
     move_ca: str | None = setting(
@@ -84,9 +85,13 @@ class TrustOptions(NetworkOptions):
         if self.move_token_file is not None and not Path(self.move_token_file).is_file():
             raise ConfigError(f"--move-token-file: expected a file that exists, got {self.move_token_file!r}")
         for peer in self.peers:
+            if peer.startswith(local_socket.ADDRESS):
+                continue  # whose it is shows when it is reached
             match = NAME.fullmatch(peer)
             if match is None or not 0 < int(match["port"] or 0) < 2**16:
-                raise ConfigError(f"--move-peers: expected HOST:PORT, with commas between, got {errors.shown(peer)}")
+                raise ConfigError(
+                    f"--move-peers: expected HOST:PORT or link:/PATH, with commas between, got {errors.shown(peer)}"
+                )
             if self.tls_cert is not None or local_socket.is_loopback(peer.rpartition(":")[0].strip("[]")):
                 continue
             if self.move_token_file is not None or not self.insecure:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
+from deltaline import wire
 from deltaline.v1 import state_service_pb2 as pb
+from deltaline.wire import Buffer
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front import replies, reply_bytes, requests
 from deltaline_server.front.identity import Identity
@@ -81,9 +84,7 @@ class StateService:
                 "ExportState": grpc.unary_stream_rpc_method_handler(
                     self.export_state, pb.ExportStateRequest.FromString
                 ),
-                "ImportState": grpc.stream_unary_rpc_method_handler(
-                    self.import_state, pb.ImportStateRequest.FromString
-                ),
+                "ImportState": grpc.stream_unary_rpc_method_handler(self.import_state, _import_message),
                 "MoveSequences": unary(self.move_sequences, pb.MoveSequencesRequest.FromString),
             },
         )
@@ -197,7 +198,7 @@ class StateService:
                 pieces = exchange.export(id, principal, pause_s=pace.pause_s, whole_s=pace.whole_s)
             await held.enter_async_context(aclosing(pieces))
             async for piece in pieces:
-                yield pb.ExportStateResponse(chunk=piece).SerializeToString()
+                yield pb.ExportStateResponse(chunk=bytes(piece)).SerializeToString()
 
     @asynccontextmanager
     async def _stored(self, message: pb.ExportStateRequest, context: Context) -> AsyncIterator[bytes]:
@@ -211,7 +212,9 @@ class StateService:
             async with self._states.stored(epoch, handles, principal) as id:
                 yield id
 
-    async def import_state(self, messages: AsyncIterator[pb.ImportStateRequest], context: Context) -> bytes:
+    async def import_state(
+        self, messages: AsyncIterator[pb.ImportStateRequest | memoryview], context: Context
+    ) -> bytes:
         """Take a state in."""
         exchange, principal = self._states.existing_exchange(), current_principal()
         with exchange.on_its_way(principal):
@@ -223,15 +226,15 @@ class StateService:
                 stored, asked.chunk = await exchange.read_header(arriving)
                 owner = self._owner(asked, stored.header)
                 exchange.check_adapter(stored.header, owner)
-                call = principal, "ImportState", request_id, asked.SerializeToString(deterministic=True)
-                reply = self.request_ids.find(*call)
-                if reply is not None:
-                    return reply
                 if stored.header.is_sequence != asked.sequence:
                     message = "sequence: must be set for the state of a sequence, and not for that of a snapshot"
                     raise RequestError(Reason.INVALID_REQUEST, message, field="sequence")
                 if asked.sequence:
-                    return await self._import_sequence(asked, arriving, stored, owner, call)
+                    return await self._import_sequence(asked, arriving, stored, owner)
+                call = principal, "ImportState", request_id, asked.SerializeToString(deterministic=True)
+                reply = self.request_ids.find(*call)
+                if reply is not None:
+                    return reply
                 async with exchange.received(arriving, stored, owner, is_pinned=asked.pinned) as header:
                     # The same call may have come again, and been faster.
                     reply = self.request_ids.find(*call)
@@ -258,29 +261,37 @@ class StateService:
         return owner
 
     async def _import_sequence(
-        self,
-        asked: pb.ImportStateRequest,
-        arriving: Arriving,
-        stored: StoredHeader,
-        owner: Principal,
-        call: tuple[Principal, str, bytes, bytes],
+        self, asked: pb.ImportStateRequest, arriving: Arriving, stored: StoredHeader, owner: Principal
     ) -> bytes:
-        """Open a sequence that goes on where what arrives stood; the same call may have come again, and be faster."""
+        """Open a sequence that goes on where what arrives stood, pages of which may come ahead; the same call may have
+        come before, or come again and be faster."""
         if asked.pinned:
             message = "pinned: must not be set for a sequence"
             raise RequestError(Reason.INVALID_REQUEST, message, field="pinned")
-        lease_s = self._table.checked_lease(requests.read_lease_s(asked.lease_ms, self._served))
-        self._table.check_room(1, owner)
+        exchange, lease_s = self._states.existing_exchange(), requests.read_lease_s(asked.lease_ms, self._served)
+        lease_s = self._table.checked_lease(lease_s)
+        with self._states.coming(owner) as coming:
+            while stored.header.is_pages:
+                coming.expect(stored.header)
+                received = exchange.received(arriving, stored, owner, is_pinned=False)
+                await coming.land(received, partial(exchange.judge, stored))
+                stored, asked.chunk = await exchange.read_header(arriving)
+            content = asked.SerializeToString(deterministic=True)
+            call = current_principal(), "ImportState", asked.request_id, content
+            reply = self.request_ids.find(*call)
+            if reply is not None:
+                return reply
+            coming.expect(stored.header)
+            async with exchange.received(arriving, stored, owner, is_pinned=False) as header:
+                await coming.landed()
 
-        async with self._states.existing_exchange().received(arriving, stored, owner, is_pinned=False) as header:
+                async def work() -> bytes:
+                    handles = await self._states.open_stored(header, owner, lease_s, coming.hand_over())
+                    epoch = self._table.server_epoch
+                    [told] = self._table.describe(epoch, handles, owner)
+                    return replies.imported_sequence(epoch, self._identity.name, lease_s, int(handles[0]), told)
 
-            async def work() -> bytes:
-                handles = await self._states.open_stored(header, owner, lease_s)
-                epoch = self._table.server_epoch
-                [told] = self._table.describe(epoch, handles, owner)
-                return replies.imported_sequence(epoch, self._identity.name, lease_s, int(handles[0]), told)
-
-            return await self.request_ids.once(*call, work)
+                return await self.request_ids.once(*call, work)
 
     async def move_sequences(self, message: pb.MoveSequencesRequest, context: Context) -> bytes:
         """Let sequences go on at another server."""
@@ -339,22 +350,39 @@ async def _by_parts(ids: list[bytes], call: Callable[[list[bytes]], list[Snapsho
     return states
 
 
+def _import_message(body: Buffer) -> pb.ImportStateRequest | memoryview:
+    """A message of an import; its chunk, which is not copied, where it has nothing else."""
+    head = wire.field_head(pb.ImportStateRequest.CHUNK_FIELD_NUMBER, len(body))
+    for size in (len(head), len(head) - 1):  # of a length that takes as many bytes as that of all, or one less
+        chunk = memoryview(body)[size:]
+        if chunk and body[:size] == wire.field_head(pb.ImportStateRequest.CHUNK_FIELD_NUMBER, len(chunk)):
+            return chunk
+    return pb.ImportStateRequest.FromString(bytes(body))  # what others may write is not parsed
+
+
 async def _read_import(
-    messages: AsyncIterator[pb.ImportStateRequest],
-) -> tuple[pb.ImportStateRequest, AsyncIterator[bytes]]:
+    messages: AsyncIterator[pb.ImportStateRequest | memoryview],
+) -> tuple[pb.ImportStateRequest, AsyncIterator[bytes | memoryview]]:
     """Take the first message of an import; return it, and the chunks of all. Raises RequestError INVALID_REQUEST; so do
     the chunks."""
     first = await anext(messages, None)
     if first is None:
         message = "request_id: must be set: the stream had no message"
         raise RequestError(Reason.INVALID_REQUEST, message, field="request_id")
+    if isinstance(first, memoryview):
+        first = pb.ImportStateRequest(chunk=bytes(first))
     return first, _chunks(first.chunk, messages)
 
 
-async def _chunks(chunk: bytes, messages: AsyncIterator[pb.ImportStateRequest]) -> AsyncIterator[bytes]:
+async def _chunks(
+    chunk: bytes, messages: AsyncIterator[pb.ImportStateRequest | memoryview]
+) -> AsyncIterator[bytes | memoryview]:
     if chunk:
         yield chunk
     async for message in messages:
+        if isinstance(message, memoryview):
+            yield message
+            continue
         chunk, message.chunk = message.chunk, b""
         if not chunk or message.ByteSize():
             text = "chunk: must be all that a later message has"

@@ -8,11 +8,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deltaline_kernels import AdapterTiles, LoraWeights, Modifiers, Rows, find_modifier, flex_decode, rotate_and_store
+from deltaline_kernels import (
+    AdapterTiles,
+    LoraWeights,
+    Modifiers,
+    Rows,
+    find_modifier,
+    flex_decode,
+    rms_norm,
+    rotate_and_store,
+)
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed, without_adapters
 from deltaline_server.layers.kv_cache import KvState
-from deltaline_server.layers.norm import rms_norm
 from deltaline_server.layers.projection import load_projection, scaled
 from deltaline_server.layers.shapes import AttentionShape, QkNorm
 

@@ -2,8 +2,9 @@
 
 A block is one branch or two: norm, mixer, residual, norm, MLP, residual; or norm, mixer or MLP, residual. Layers
 compute on packed tokens, and follow the checkpoint's model in its dtypes: norms in fp32 and rounded once, residuals in
-the dtype that the config asks for. Everywhere `adapters` are the device's memory of adapters for a layer's projections,
-none on a server without adapters, and `tiles` the tokens of a batch that have adapters, None where none has.
+the dtype that the config asks for. A branch's sum is made where the next one begins (stack.py). Everywhere `adapters`
+are the device's memory of adapters for a layer's projections, none on a server without adapters, and `tiles` the tokens
+of a batch that have adapters, None where none has.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels import AdapterTiles, LoraWeights, Rows
+from deltaline_kernels import AdapterTiles, LoraWeights, Rows, add_rms_norm, rms_norm, silu_and_mul
 from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import MLP, MlpNames, Module, Packed, mlp_modules
 from deltaline_server.layers.experts import EXPERTS, ExpertNames, Experts, expert_tensors
-from deltaline_server.layers.norm import rms_norm
 from deltaline_server.layers.projection import load_projection, scaled
 from deltaline_server.layers.shapes import ExpertsShape
 
@@ -58,20 +58,22 @@ class Residual:
         self.inner, self.scale, self.norms_output = inner, scale, norms_output
         self.norm, self.eps, self.dtype, self.in_fp32 = norm, eps, dtype, in_fp32
 
-    @property
-    def branches(self) -> tuple[Residual, ...]:
-        """Itself, as what a layer of one branch is made of."""
-        return (self,)
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return what inner computes on of hidden `[T, hidden]`, in `dtype`."""
+        hidden = hidden.to(self.dtype)
+        return hidden if self.norms_output else rms_norm(hidden, self.norm, self.eps)
 
-    def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
-        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
-        residual, made = hidden.float() if self.in_fp32 else hidden, hidden.to(self.dtype)
-        if not self.norms_output:
-            made = rms_norm(made, self.norm, self.eps)
-        made = self.inner.forward(made, rows, state, tiles)
+    def enter_behind(self, made: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return hidden + scale * made, the sum of the branch before this one, and what inner computes on of it."""
         if self.norms_output:
-            made = rms_norm(made, self.norm, self.eps)
-        return residual.add(made, alpha=self.scale)
+            hidden = hidden.add(made, alpha=scale)
+            return hidden, hidden.to(self.dtype)
+        return add_rms_norm(made, hidden, self.norm, self.eps, scale=scale)
+
+    def compute(self, entering: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None) -> Tensor:
+        """Return what is to be scaled and added; mutates the write lines of `state`."""
+        made = self.inner.forward(entering, rows, state, tiles)
+        return rms_norm(made, self.norm, self.eps) if self.norms_output else made
 
 
 class Mlp:
@@ -97,25 +99,19 @@ class Mlp:
         inner = self.gate_up(hidden, tiles)
         if self._activation is Activation.RELU2:
             return self.down(F.relu(inner).square(), tiles)
-        gate, up = inner.chunk(2, dim=-1)
-        act = F.gelu if self._activation is Activation.GELU else F.silu
-        return scaled(self.down(act(scaled(gate, self._gate_scale)) * up, tiles), self._scale)
+        if self._gate_scale != 1.0:
+            inner.chunk(2, dim=-1)[0].mul_(self._gate_scale)
+        if self._activation is Activation.GELU:
+            gate, up = inner.chunk(2, dim=-1)
+            return scaled(self.down(F.gelu(gate).mul_(up), tiles), self._scale)
+        return scaled(self.down(silu_and_mul(inner), tiles), self._scale)
 
 
+@dataclass(frozen=True)
 class Block:
-    """A decoder layer of two residual branches: its mixer, then its MLP."""
+    """A decoder layer: its residual branches, the mixer's first. It computes as a part of a stack (stack.py)."""
 
-    def __init__(self, mixer: Residual, mlp: Residual) -> None:
-        self.mixer, self.mlp = mixer, mlp
-
-    @property
-    def branches(self) -> tuple[Residual, ...]:
-        """What it is made of, in their order."""
-        return self.mixer, self.mlp
-
-    def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
-        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
-        return self.mlp.forward(self.mixer.forward(hidden, rows, state, tiles), rows, state, tiles)
+    branches: tuple[Residual, ...]
 
 
 @dataclass(frozen=True)
@@ -182,9 +178,7 @@ class Blocks:
             tensors |= {f"{module.name}.bias": (module.rows,) for module in self.modules}
         return tensors
 
-    def block(
-        self, reader: LayerReader, mixer: Layer | None, adapters: Mapping[Packed, LoraWeights]
-    ) -> Block | Residual:
+    def block(self, reader: LayerReader, mixer: Layer | None, adapters: Mapping[Packed, LoraWeights]) -> Block:
         """Load a block around its mixer; None where it has none."""
         inner: list[Layer] = [] if mixer is None else [mixer]
         if self.experts is not None:
@@ -193,7 +187,7 @@ class Blocks:
             activation = self.stored.mlp.activation
             has_bias, scales = self.has_mlp_bias, self.mlp_scales
             inner.append(Mlp(reader, adapters, activation=activation, has_bias=has_bias, scales=scales))
-        branches = [
+        branches = (
             Residual(
                 layer,
                 self.stored.norm_offset + reader.vector(f"{norm}weight"),
@@ -204,5 +198,5 @@ class Blocks:
                 norms_output=self.stored.norms_outputs,
             )
             for layer, norm in zip(inner, self.stored.norms, strict=True)
-        ]
-        return branches[0] if len(branches) == 1 else Block(*branches)
+        )
+        return Block(tuple(branches))

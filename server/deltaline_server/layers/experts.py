@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels import AdapterTiles, Router, Rows, route_tokens, run_experts
+from deltaline_kernels import AdapterTiles, Router, Rows, route_and_run_experts
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import ALL, MlpNames, Module, mlp_modules, whole_sections
 from deltaline_server.layers.shapes import SIGMOID, ExpertsShape
@@ -82,9 +82,8 @@ class Experts:
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; it has no state. Tokens behind the rows have no experts."""
         logits = F.linear(hidden.to(self._gates.dtype), self._gates)
-        weights, experts = route_tokens(logits, self._router, self._score_bias, rows.query_start_loc)
-        activation = self._shape.activation
-        y = run_experts(hidden, self._gate_up, self._down, weights, experts, activation=activation)
+        told = self._score_bias, rows.query_start_loc, self._shape.activation
+        y = route_and_run_experts(hidden, logits, self._router, self._gate_up, self._down, *told)
         return y if self._ranks is None else self._ranks.sum(y)
 
     def _load_experts(self, reader: LayerReader, names: ExpertNames, shape: ExpertsShape) -> None:

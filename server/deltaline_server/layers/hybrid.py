@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltaline_kernels import AdapterTiles, LoraWeights, Rows
+from deltaline_kernels import AdapterTiles, LoraWeights, Rows, rms_norm
 from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import (
@@ -24,7 +24,6 @@ from deltaline_server.layers.attention import Attention, AttentionFamily
 from deltaline_server.layers.block import Layer, Mlp
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.mamba2 import Mamba2, Mamba2Family
-from deltaline_server.layers.norm import rms_norm
 from deltaline_server.layers.projection import load_projection
 from deltaline_server.layers.state_pool import LayerState
 

@@ -103,7 +103,7 @@ def spread_norm(
 def _row_scales(shape: Mamba2Shape, device: torch.device) -> Tensor:
     """What the rows of in_proj are multiplied by, fp32."""
     assert shape.section_scales is not None
-    parts = (torch.full((rows,), scale) for rows, scale in zip(shape.sections, shape.section_scales, strict=True))
+    parts = (torch.full((count,), scale) for count, scale in zip(shape.projected, shape.section_scales, strict=True))
     return torch.cat(list(parts)).to(device)
 
 
@@ -119,8 +119,7 @@ class Mamba2Family:
     @property
     def modules(self) -> tuple[Module, ...]:
         """The linear modules of a mixer. The rows of in_proj are z | x | B | C | dt."""
-        shape, hidden, name = self.shape, self.hidden_size, self.name
-        rows = shape.sections
+        shape, hidden, name, rows = self.shape, self.hidden_size, self.name, self.shape.projected
         heads = (shape.num_value_heads,) * 2 + (shape.num_key_heads,) * 2 + (shape.num_value_heads,)
         return (
             Module(name + "in_proj", Packed.IN_PROJ, sum(rows), hidden, rows, heads=heads),

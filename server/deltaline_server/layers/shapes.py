@@ -89,8 +89,8 @@ class Mamba2Shape(RecurrentShape):
     section_scales: tuple[float, ...] | None = None
 
     @property
-    def sections(self) -> tuple[int, int, int, int, int]:
-        """Rows of the first projection: of z, x, B, C and dt."""
+    def projected(self) -> tuple[int, int, int, int, int]:
+        """Channels of the parts z, x, B, C and dt of the first projection."""
         return self.value_channels, self.value_channels, self.key_channels, self.key_channels, self.num_value_heads
 
     @property

@@ -1,50 +1,79 @@
 """Stacks: what a span computes, its layers one after the other.
 
-Without streams a layer adds to what it is given. With streams the end of a branch and the beginning of the next one,
-in the same layer or in the next, are one call of the kernels, norm included, whose launches overlap.
+The end of a branch and the beginning of the next one, in the same layer or in the next, are one call of the kernels:
+the sum of the residual, or its streams' mixture, and the norm behind it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, Rows, mhc_post, mhc_post_pre, mhc_pre
-from deltaline_server.layers.block import Layer
+from deltaline_server.layers.block import Block, Layer
 from deltaline_server.layers.hybrid import SharedBlock
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
 from deltaline_server.step import SpanShapes
 
 
-class PlainStack:
-    """Layers one after the other."""
+class MixerStack:
+    """A mixer alone."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self._layers = layers
+    def __init__(self, mixer: Layer) -> None:
+        self._mixer = mixer
+
+    def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
+        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the mixer's state, the only one."""
+        return self._mixer.forward(hidden, rows, states[0], tiles)
+
+
+class BlockStack:
+    """Layers whose branches are added to a residual."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        # Each branch with the place of its layer.
+        self._branches = [(i, branch) for i, block in enumerate(blocks) for branch in block.branches]
 
     def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the layers' states."""
-        for layer, state in zip(self._layers, states, strict=True):
-            hidden = layer.forward(hidden, rows, state, tiles)
-        return hidden
+        (layer, branch), *others = self._branches
+        residual = hidden.float() if branch.in_fp32 else hidden
+        made = branch.compute(branch.enter(residual), rows, states[layer], tiles)
+        for layer, following in others:
+            residual, entering = following.enter_behind(made, residual, branch.scale)
+            branch = following
+            made = branch.compute(entering, rows, states[layer], tiles)
+        return residual.add(made, alpha=branch.scale)
 
 
 class EmbeddingStack:
     """Layers some of which take beside their input what the first one was given: the embeddings."""
 
-    def __init__(self, layers: Sequence[Layer | SharedBlock]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[Block | SharedBlock]) -> None:
+        # Each of these layers, and each run of others, with the places of its states.
+        self._parts: list[tuple[slice, SharedBlock | BlockStack]] = []
+        end = 0
+        for is_shared, run in groupby(layers, key=lambda layer: isinstance(layer, SharedBlock)):
+            some = list(run)
+            begin, end = end, end + len(some)
+            if is_shared:
+                shared = (layer for layer in some if isinstance(layer, SharedBlock))
+                self._parts += [(slice(i, i + 1), layer) for i, layer in enumerate(shared, begin)]
+            else:
+                self._parts.append((slice(begin, end), BlockStack([one for one in some if isinstance(one, Block)])))
 
     def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
         """Compute `[T, hidden]` from embeddings `[T, hidden]`; mutates the write lines of the layers' states."""
         embeddings = hidden
-        for layer, state in zip(self._layers, states, strict=True):
-            if isinstance(layer, SharedBlock):
-                hidden = layer.join(hidden, embeddings, rows, state, tiles)
+        for places, part in self._parts:
+            if isinstance(part, SharedBlock):
+                [state] = states[places]
+                hidden = part.join(hidden, embeddings, rows, state, tiles)
             else:
-                hidden = layer.forward(hidden, rows, state, tiles)
+                hidden = part.forward(hidden, rows, states[places], tiles)
         return hidden
 
 
@@ -86,20 +115,24 @@ class HyperStack:
         return residual.flatten(1) if self._head is None else self._head.join(residual)
 
 
-Stack = PlainStack | EmbeddingStack | HyperStack
+Stack = MixerStack | BlockStack | EmbeddingStack | HyperStack
 """What a span computes."""
 
 
 def make_stack(
-    layers: Sequence[Layer | HyperBlock | SharedBlock],
+    layers: Sequence[Layer | Block | HyperBlock | SharedBlock],
     ends: SpanShapes,
     streams: int,
     load_head: Callable[[], HyperHead],
 ) -> Stack:
-    """Make the stack of a span's layers. streams: 0 where layers pass on `[T, hidden]`."""
-    if any(isinstance(layer, SharedBlock) for layer in layers):
-        return EmbeddingStack([layer for layer in layers if not isinstance(layer, HyperBlock)])
-    if not streams:
-        return PlainStack([layer for layer in layers if not isinstance(layer, HyperBlock | SharedBlock)])
-    head = None if ends.output_streams else load_head()
-    return HyperStack([layer for layer in layers if isinstance(layer, HyperBlock)], ends, streams, head)
+    """Make the stack of a span's layers, which are of one kind, and one where they are mixers; but blocks may stand
+    beside those that are shared. streams: 0 where layers pass on `[T, hidden]`."""
+    blocks = [layer for layer in layers if isinstance(layer, Block | SharedBlock)]
+    own = [block for block in blocks if isinstance(block, Block)]
+    if blocks:
+        return BlockStack(own) if len(own) == len(blocks) else EmbeddingStack(blocks)
+    if streams:
+        head = None if ends.output_streams else load_head()
+        return HyperStack([layer for layer in layers if isinstance(layer, HyperBlock)], ends, streams, head)
+    [mixer] = [layer for layer in layers if not isinstance(layer, Block | HyperBlock | SharedBlock)]
+    return MixerStack(mixer)

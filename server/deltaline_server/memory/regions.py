@@ -213,6 +213,10 @@ class Regions:
         """The bytes of a slice of its owner's. Raises: RequestError INVALID_SHARED_MEMORY."""
         return self._slice("place", number, offset, size, (owner,)).tobytes()
 
+    def view(self, number: int, offset: int, size: int, owner: Owner) -> memoryview:
+        """The same, not copied: its owner may write there at any time. Raises as `copy_out`."""
+        return self._slice("place", number, offset, size, (owner,)).data
+
     def copy_in(self, number: int, offset: int, pieces: Sequence[Buffer], owner: Owner) -> None:
         """Write bytes to a slice of its owner's, one piece behind the other. Raises: RequestError
         INVALID_SHARED_MEMORY."""

@@ -23,7 +23,7 @@ from deltaline_server.checkpoints.random_tensors import ALGORITHM
 from deltaline_server.checkpoints.read_ahead import ReadAhead
 from deltaline_server.checkpoints.shared_blocks import SharedBlocks
 from deltaline_server.checkpoints.staging import CudaStaging
-from deltaline_server.layers.block import Layer
+from deltaline_server.layers.block import Block, Layer
 from deltaline_server.layers.experts import expert_test_sizes
 from deltaline_server.layers.hybrid import SharedBlock
 from deltaline_server.layers.hyper_connection import HyperBlock
@@ -91,9 +91,9 @@ class Model:
     Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); ends (of each span: what a token
     is); hidden_size; dtype and numpy_dtype of hidden states; device; world_size (ranks that
     share it); shapes (of the layers' mixers on this rank, in the order of their states in a pool); block_sizes (the
-    self-test's arguments for what blocks have beside mixers: residual streams, experts); layout (of what adapters may
-    change); adapters (their places, None where there are none); paged_spans (those with attention layers, which keep
-    pages); left_out (what AUTO left to the orchestrator, and why, in one line; else empty).
+    self-test's arguments for what blocks have beside mixers: residual streams, MLPs, experts); layout (of what adapters
+    may change); adapters (their places, None where there are none); paged_spans (those with attention layers, which
+    keep pages); left_out (what AUTO left to the orchestrator, and why, in one line; else empty).
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class Model:
         self.device, self.world_size = placement.device, placement.world_size
         self.shapes = tuple(plan.shapes)
         self.block_sizes: dict[str, Any] = {"streams": plan.streams, "hidden": config.hidden_size}
+        self.block_sizes["mlp_dim"] = plan.loader.mlp_dim
         if plan.loader.experts is not None:
             self.block_sizes |= expert_test_sizes(plan.loader.experts)
         self.layout = plan.layout
@@ -211,7 +212,7 @@ def _load(plan: ModelPlan, options: ModelOptions, report: Callable[[int, int], o
     """Load the planned layers. Raises RuntimeError where there is no room."""
     requested = options.adapters
     store = None if requested is None else AdapterStore(plan.layout, requested.num_places, requested.max_rank)
-    layers: dict[int, Layer | HyperBlock | SharedBlock] = {}
+    layers: dict[int, Layer | Block | HyperBlock | SharedBlock] = {}
     order = plan.hashed.begin(plan.stored()) if isinstance(plan.hashed, ReadAhead) else plan.layers
     for number in order:
         report(len(layers), len(plan.layers))

@@ -20,7 +20,7 @@ from deltaline_server.checkpoints.random_tensors import RandomTensors
 from deltaline_server.checkpoints.respelled import RespelledTensors
 from deltaline_server.layers import hybrid
 from deltaline_server.layers.attention import AttentionFamily
-from deltaline_server.layers.block import Blocks, Layer
+from deltaline_server.layers.block import Block, Blocks, Layer
 from deltaline_server.layers.experts import one_by_one
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
 from deltaline_server.layers.hybrid import ParallelFamily, SharedBlock, SharedBlockFamily
@@ -125,8 +125,9 @@ def random_init(
 class LayerLoader:
     """Loads served layers from a source, one at a time, for one rank.
 
-    shapes: of each layer's mixers on this rank, those with a state of their own. experts: of the layers that are served
-    with them, None where none is.
+    shapes: of each layer's mixers on this rank, those with a state of their own. mlp_dim: inner channels of the MLPs on
+    this rank, 0 where no layer is served with one. experts: of the layers that are served with them, None where none
+    is.
 
     Raises ModelError at construction: a layer is not servable in this scope; a tensor is missing, extra or misshapen;
     its dtype is not one of checkpoint.DTYPES; the heads can't be dealt out to the ranks.
@@ -147,7 +148,9 @@ class LayerLoader:
             kind: tuple(config.shapes[mixer].shard(placement.world_size) for mixer in kind.mixers) for kind in distinct
         }
         self.shapes: dict[int, tuple[MixerShape, ...]] = {i: shares[kind] for i, kind in kinds.items()}
-        self.experts = _share_mlps(config, {kind.mlp for kind in distinct}, placement.world_size)
+        mlps = {kind.mlp for kind in distinct}
+        self.experts = _share_mlps(config, mlps, placement.world_size)
+        self.mlp_dim = config.intermediate_size // placement.world_size if MlpKind.DENSE in mlps else 0
         self._prefix, self._names = _check_tensors(self._source, config, kinds, scope)
 
     def mixer(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer:
@@ -156,7 +159,7 @@ class LayerLoader:
         assert kind is not None
         return self._mixers[kind].mixer(self.reader(layer), adapters)
 
-    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer | HyperBlock | SharedBlock:
+    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Block | HyperBlock | SharedBlock:
         """Load a layer and what surrounds its mixer, with these adapters' slots."""
         kind = self._kinds[layer]
         mixer = None if kind.mixer is None else self.mixer(layer, adapters)

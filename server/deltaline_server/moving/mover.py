@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from deltaline_server.config import Config
 from deltaline_server.errors import Code, Reason, Refusal, RequestError
-from deltaline_server.moving.peers import PAUSE_S, WHOLE_S, Peer, Peers, no_answer
+from deltaline_server.moving.leaving import Leaving
+from deltaline_server.moving.peers import Peer, Peers, no_answer
 from deltaline_server.moving.records import MovedRecords
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.directory import StateDirectory
@@ -50,6 +51,10 @@ class Mover:
         self._states, self._table, self._peers, self.records = states, table, peers, records
         self.num_moved = self.num_failed = 0
         """Sequences that were moved, and how often one that could have been was not."""
+        self.bytes_ahead = self.bytes_frozen = 0
+        """Of those that were moved: what was sent while they were stepped, and while they stood still."""
+        self.ahead_s = self.frozen_s = 0.0
+        """How long these took, together."""
 
     @classmethod
     def of(
@@ -74,7 +79,7 @@ class Mover:
 
     async def move(self, epoch: int, handles: NDArray[np.uint64], principal: Principal, target: str) -> Moved:
         """Move a principal's sequences, handles uint64 [N], a few at a time, while they are stepped. Each stands still
-        from when its state is read until it lives there; one that is not moved goes on here.
+        from when its pages are gone until it lives there; one that is not moved goes on here.
 
         Raises RequestError as Peers.reach and MovedRecords.check do, and HOST_TIER_OFF; then none was moved.
         """
@@ -102,29 +107,39 @@ class Mover:
         return Moved(owners, refusals)
 
     async def _move_one(self, epoch: int, handle: NDArray[np.uint64], principal: Principal, peer: Peer) -> Owner:
-        """One sequence's move, handle uint64 [1]. Raises RequestError as States.stored, Peer.open and MovedRecords.add
+        """One sequence's move, handle uint64 [1]. Raises RequestError as Leaving.pieces, Peer.open and MovedRecords.add
         do, and of a sequence that is over meanwhile; then it has not left."""
-        exchange, request_id = self._states.existing_exchange(), secrets.token_bytes(ID_BYTES)
-        with exchange.on_its_way(principal):
-            async with self._states.stored(epoch, handle, principal, is_leaving=True) as id:
-                lease_ms = round(self._states.lease_s(epoch, handle, principal) * 1000)
-                for left in reversed(range(TRIES)):
-                    pieces = exchange.pieces(id, principal, pause_s=PAUSE_S, whole_s=WHOLE_S)
-                    try:
-                        async with aclosing(pieces):
-                            owner = await peer.open(pieces, request_id, lease_ms)
-                        break
-                    except RequestError as error:
-                        if error.refusal.reason not in (Reason.MOVE_FAILED, Reason.UPLOAD_TIMEOUT):
-                            raise
-                        if not left:
-                            raise no_answer("in time") from error
+        states, pages = self._states, self._table.pages
+        page_tokens = max(peer.page_tokens, 1 if pages is None else pages.page_size)  # powers of two
+        with states.existing_exchange().on_its_way(principal):
+            async with Leaving(states, epoch, handle, principal, page_tokens, peer.chunk_bytes) as leaving:
+                owner, lease_ms = await self._open(leaving, peer)
                 try:
                     if self.records is not None:  # before anybody may know
                         at = epoch, int(handle[0])
                         await self.records.add(*at, principal.name, owner, lease_ms / 1000)
-                    self._states.let_go(epoch, handle, principal, owner)
+                    states.let_go(epoch, handle, principal, owner)
                 except RequestError:  # of all else nobody knows whether it was let go of
                     await peer.close(owner)
                     raise
+        self.bytes_ahead += leaving.bytes_ahead
+        self.bytes_frozen += leaving.bytes_frozen
+        self.ahead_s += leaving.ahead_s
+        self.frozen_s += leaving.frozen_s
         return owner
+
+    async def _open(self, leaving: Leaving, peer: Peer) -> tuple[Owner, int]:
+        """Let a sequence be opened at a server, which is asked for its answer once more where that is lost; then what
+        went ahead does not go again. Returns its lease there, ms, too. Raises RequestError as `_move_one` does."""
+        request_id, lease_ms = secrets.token_bytes(ID_BYTES), 0
+        for left in reversed(range(TRIES)):
+            lease_ms = max(lease_ms, round(leaving.lease_s() * 1000))
+            try:
+                async with aclosing(leaving.pieces(lease_ms / 1000)) as pieces:
+                    return await peer.open(pieces, request_id, lease_ms), lease_ms
+            except RequestError as error:
+                is_lost = error.refusal.reason in (Reason.MOVE_FAILED, Reason.UPLOAD_TIMEOUT)
+                if not is_lost and (left or not leaving.ahead):
+                    raise
+                lost = error
+        raise no_answer("in time") from lost

@@ -2,96 +2,88 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from deltaline import link, wire
 from deltaline.tls import Tls, channel_of
 from deltaline.v1 import admin_service_pb2, layer_service_pb2, state_service_pb2
-from deltaline.v1.admin_service_pb2_grpc import AdminServiceStub
-from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
-from deltaline.v1.state_service_pb2_grpc import StateServiceStub
 from deltaline_server.config import Config
 from deltaline_server.errors import Code, Reason, RequestError
+from deltaline_server.moving.ways import PAUSE_S, CallError, GrpcWay, LinkWay, Message, Metadata, Way
+from deltaline_server.snapshots.stream import PIECE_BYTES
 from deltaline_server.tables.moved import Owner
 
-# How long a server may take to say who it is, to take a message or open what came, and for all of a sequence.
-REACH_S, PAUSE_S, WHOLE_S = 10.0, 30.0, 600.0
-_DETAILS = "grpc-status-details-bin"
+# How long a server may take to say who it is, and for all of a sequence.
+REACH_S, WHOLE_S = 10.0, 600.0
+_INFO = "/deltaline.v1.AdminService/GetServerInfo"
+_IMPORT = "/deltaline.v1.StateService/ImportState"
+_CLOSE = "/deltaline.v1.LayerService/CloseSequences"
 # What such an answer is about is between the two servers.
 _NOT_LET_IN = (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED)
+_KEPT_OUT = "it does not let this server in"
+_UNREACHED = "it can't be reached, or does not prove who it is"
 
 # Nobody but this module sends anything again.
 _OPTIONS = (("grpc.enable_retries", 0), ("grpc.service_config_disable_resolution", 1))
 
-Metadata: TypeAlias = Sequence[tuple[str, str]]
-
 
 class Peer:
-    """A server that was reached. address: where; server_epoch: of its process."""
+    """A server that was reached. address: where; server_epoch: of its process; page_tokens: of its pages, 0 without;
+    chunk_bytes: of a file in a message, at most."""
 
-    def __init__(
-        self, channel: grpc.aio.Channel, address: str, info: admin_service_pb2.GetServerInfoResponse, metadata: Metadata
-    ) -> None:
-        """info: what it says of itself. metadata: of every call."""
-        self.address, self.server_epoch = address, info.server_epoch
-        self._most_bytes, self._metadata = max(1, info.inline_limit_bytes), metadata
-        self._state: Any = StateServiceStub(channel)
-        self._layer: Any = LayerServiceStub(channel)
+    def __init__(self, way: Way, address: str, info: admin_service_pb2.GetServerInfoResponse) -> None:
+        """info: what it says of itself."""
+        self.address, self.server_epoch, self.page_tokens = address, info.server_epoch, info.kv_page_tokens
+        self.chunk_bytes, self._way = max(1, min(info.inline_limit_bytes, PIECE_BYTES)), way
 
-    async def open(self, pieces: AsyncIterator[bytes], request_id: bytes, lease_ms: int) -> Owner:
-        """Let a sequence go on there, by its file, for its principal, under a handle that nobody else is told.
+    async def open(self, pieces: AsyncIterator[memoryview], request_id: bytes, lease_ms: int) -> Owner:
+        """Let a sequence go on there, by its file in pieces of at most `chunk_bytes`, for its principal, under a handle
+        that nobody else is told.
 
         Raises RequestError with what the server says; MOVE_FAILED where it says nothing, and may have opened it.
         """
         first = state_service_pb2.ImportStateRequest(
             request_id=request_id, lease_ms=lease_ms, sequence=True, keep_owner=True
         )
-        call = self._state.ImportState(metadata=self._metadata, timeout=WHOLE_S)
         try:
-            async with aclosing(self._messages(first, pieces)) as messages:
-                with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it has answered already
-                    async for message in messages:
-                        async with asyncio.timeout(PAUSE_S):
-                            await call.write(message)
-                    await call.done_writing()
-            async with asyncio.timeout(PAUSE_S):
-                opened = await call
-        except grpc.aio.AioRpcError as error:
-            raise _said(error) from error
+            async with aclosing(_messages(first, pieces)) as messages:
+                answer = await self._way.upload(_IMPORT, messages, WHOLE_S)
+        except CallError as error:
+            raise _said(error.status) from error
         except TimeoutError as error:
             raise no_answer(f"within {PAUSE_S:g} seconds") from error
-        finally:
-            call.cancel()
+        opened = state_service_pb2.ImportStateResponse.FromString(answer)
         return Owner(opened.server or self.address, opened.server_epoch, opened.sequence.sequence)
 
     async def close(self, owner: Owner) -> None:
         """End a sequence that was opened there, which nobody was told of, if this server may: else its lease does."""
         request = layer_service_pb2.CloseSequencesRequest(server_epoch=owner.server_epoch, sequence=[owner.handle])
-        with suppress(grpc.aio.AioRpcError):
-            await self._layer.CloseSequences(request, metadata=self._metadata, timeout=REACH_S)
+        with suppress(CallError, TimeoutError):
+            await self._way.call(_CLOSE, request.SerializeToString(), REACH_S)
 
-    async def _messages(
-        self, first: state_service_pb2.ImportStateRequest, pieces: AsyncIterator[bytes]
-    ) -> AsyncGenerator[state_service_pb2.ImportStateRequest, None]:
-        yield first
-        async for piece in pieces:
-            for at in range(0, len(piece), self._most_bytes):
-                yield state_service_pb2.ImportStateRequest(chunk=piece[at : at + self._most_bytes])
+
+async def _messages(
+    first: state_service_pb2.ImportStateRequest, pieces: AsyncIterator[memoryview]
+) -> AsyncGenerator[Message, None]:
+    """Of an import: a piece is a message's only field, and not copied here."""
+    yield (first.SerializeToString(),)
+    async for piece in pieces:
+        yield wire.field_head(state_service_pb2.ImportStateRequest.CHUNK_FIELD_NUMBER, len(piece)), piece
 
 
 class Peers:
     """The servers that sequences may be moved to, and no others."""
 
     def __init__(self, addresses: Sequence[str], tls: Tls | None = None, token_file: str | None = None) -> None:
-        """addresses: HOST:PORT of each. tls: who they have to prove to be, and this server's own certificate; None for
-        no TLS. token_file: of the token that they know this server by. Files are read whenever one is reached."""
+        """addresses: HOST:PORT of each, or link:PATH of one on this host. tls: who they have to prove to be, and this
+        server's own certificate; None for no TLS. token_file: of the token that they know this server by. Files are
+        read whenever one is reached."""
         self._addresses, self._tls, self._token_file = frozenset(addresses), tls, token_file
 
     @classmethod
@@ -108,20 +100,32 @@ class Peers:
         which nothing is sent; does not prove who it is; lets this one not in; or is this one, by its epoch."""
         if address not in self._addresses:
             raise _target_refused("expected one of the servers that this one may move sequences to")
-        try:
-            metadata, channel = self._metadata(), channel_of(grpc.aio, address, self._tls, _OPTIONS)
-        except (OSError, ValueError) as error:
-            raise _target_refused("this server's certificates, or its token, can't be read") from error
-        async with channel:
-            admin: Any = AdminServiceStub(channel)
+        async with AsyncExitStack() as held:
+            way = await self._way(address, held)
             try:
-                request = admin_service_pb2.GetServerInfoRequest()
-                info = await admin.GetServerInfo(request, metadata=metadata, timeout=REACH_S)
-            except grpc.aio.AioRpcError as error:
-                raise _unreached(error) from error
+                answer = await way.call(_INFO, b"", REACH_S)
+            except (CallError, TimeoutError) as error:
+                is_let_in = not isinstance(error, CallError) or error.status.code not in _NOT_LET_IN
+                raise _target_refused(_UNREACHED if is_let_in else _KEPT_OUT) from error
+            info = admin_service_pb2.GetServerInfoResponse.FromString(answer)
             if info.server_epoch == own_epoch:
                 raise _target_refused("it is this server")
-            yield Peer(channel, address, info, metadata)
+            yield Peer(way, address, info)
+
+    async def _way(self, address: str, held: AsyncExitStack) -> Way:
+        """The way to an address, which is held as long as that. Raises RequestError MOVE_TARGET_REFUSED."""
+        is_link = address.startswith(link.SCHEME)
+        try:
+            metadata = self._metadata()
+            channel = None if is_link else channel_of(grpc.aio, address, self._tls, _OPTIONS)
+        except (OSError, ValueError) as error:
+            raise _target_refused("this server's certificates, or its token, can't be read") from error
+        if channel is not None:
+            return GrpcWay(await held.enter_async_context(channel), metadata)
+        try:
+            return await held.enter_async_context(LinkWay(address.removeprefix(link.SCHEME), metadata))
+        except (OSError, ValueError) as error:
+            raise _target_refused(_UNREACHED) from error
 
     def _metadata(self) -> Metadata:
         if self._token_file is None:
@@ -130,13 +134,6 @@ class Peers:
         if not (token and token.isascii() and token.isprintable()):
             raise ValueError("expected a token")
         return (("authorization", f"Bearer {token}"),)
-
-
-def _unreached(error: grpc.aio.AioRpcError) -> RequestError:
-    """What is told of a server that did not say who it is."""
-    if error.code().value[0] in _NOT_LET_IN:
-        return _target_refused("it does not let this server in")
-    return _target_refused("it can't be reached, or does not prove who it is")
 
 
 def _target_refused(why: str) -> RequestError:
@@ -149,13 +146,9 @@ def no_answer(how: str) -> RequestError:
     return RequestError(Reason.MOVE_FAILED, message, retry_after_s=1.0)
 
 
-def _said(error: grpc.aio.AioRpcError) -> RequestError:
+def _said(status: status_pb2.Status) -> RequestError:
     """What a server has said of a sequence; where it said nothing, or has a bug, that it did not answer."""
-    status, info, delay = status_pb2.Status(), error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-    for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS and isinstance(value, bytes):
-            with suppress(DecodeError):
-                status = status_pb2.Status.FromString(value)
+    info, delay = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     for detail in status.details:
         with suppress(DecodeError):
             if not detail.Unpack(info):
@@ -164,6 +157,6 @@ def _said(error: grpc.aio.AioRpcError) -> RequestError:
     if reason is None or reason is Reason.BUG:
         return no_answer("as it should")
     if reason.code in _NOT_LET_IN:
-        return _target_refused("it does not let this server in")
+        return _target_refused(_KEPT_OUT)
     retry_after_s = delay.retry_delay.ToNanoseconds() / 1e9 or None
-    return RequestError(reason, f"the target: {error.details()}", retry_after_s=retry_after_s)
+    return RequestError(reason, f"the target: {status.message}", retry_after_s=retry_after_s)

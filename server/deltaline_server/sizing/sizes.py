@@ -16,7 +16,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.computing import model_options, spare_lines_of, state_options
 from deltaline_server.config import Config
 from deltaline_server.layers.hyper_connection import CONNECTIONS, head_tensors
-from deltaline_server.layers.shapes import SIGMOID, AttentionShape, Mamba2Shape, MixerShape
+from deltaline_server.layers.shapes import SIGMOID, AttentionShape, ExpertsShape, Mamba2Shape, MixerShape
 from deltaline_server.layers.state_pool import StateOptions, StatePlan, line_parts, plan_state
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.model import ModelPlan, check_model, open_plan
@@ -174,22 +174,18 @@ def _layer_size(
         for name, size in expected_tensors(config, kind, scope).items()
     )
     if config.experts is not None and kind.mlp is MlpKind.MIXTURE_OF_EXPERTS:
-        # The shared expert is kept as whole ones of the others' size.
-        experts = config.experts
-        zeros = experts.num_shared * experts.intermediate_size - experts.shared_size
-        matrices = 3 if experts.activation.is_gated else 2
-        weight_bytes += matrices * zeros * config.hidden_size * dtype.itemsize
-        if experts.scoring == SIGMOID:  # whose gates are kept in fp32
-            gates = experts.num_experts * config.hidden_size
-            weight_bytes += gates * (torch.float32.itemsize - dtype.itemsize)
+        weight_bytes += _expert_bytes(config, config.experts, dtype)
+    weight_bytes += sum(
+        sum(shape.projected) * torch.float32.itemsize
+        for shape in shapes
+        if isinstance(shape, Mamba2Shape) and shape.section_scales is not None
+    )
     line, token_bytes = dict[str, int](), 0
     for shape in shapes:
         if isinstance(shape, AttentionShape):
             token_bytes = 2 * shape.key_channels * dtype.itemsize
         else:
             line = line_parts(shape, state, dtype)
-        if isinstance(shape, Mamba2Shape) and shape.section_scales is not None:
-            weight_bytes += sum(shape.sections) * torch.float32.itemsize
     return LayerSize(str(kind), tuple(layers), line, token_bytes, weight_bytes)
 
 
@@ -202,6 +198,18 @@ def _share(plan: ModelPlan, kind: LayerKind) -> ModelConfig:
         intermediate_size=config.intermediate_size // ranks,
         experts=plan.loader.experts,
     )
+
+
+def _expert_bytes(config: ModelConfig, experts: ExpertsShape, dtype: torch.dtype) -> int:
+    """What is kept of a mixture of experts beyond its tensors: the shared one is whole ones of the others' size, and
+    the gates are fp32 where scores are sigmoids."""
+    names = config.family.blocks.experts
+    zeros = experts.num_shared * experts.intermediate_size - experts.shared_size
+    extra = sum(map(len, names.parts)) * zeros * config.hidden_size * dtype.itemsize
+    if experts.scoring == SIGMOID:
+        gates = experts.num_experts + experts.has_shared_gate
+        extra += gates * config.hidden_size * (torch.float32.itemsize - dtype.itemsize)
+    return extra
 
 
 def _weight_dtype(name: str, size: Sequence[int], dtype: torch.dtype) -> torch.dtype:

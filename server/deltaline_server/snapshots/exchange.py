@@ -18,8 +18,8 @@ from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal, check_share
 from deltaline_server.snapshots.header import ID_BYTES, StateFileError, StateHeader, StoredHeader
 from deltaline_server.snapshots.host import HostTier
-from deltaline_server.snapshots.layout import Bytes, StateLayout, state_bytes
-from deltaline_server.snapshots.stream import Arriving, ValueTypes, check_state, pieces_of, refused
+from deltaline_server.snapshots.layout import Bytes, SpanProgress, StateLayout, state_bytes
+from deltaline_server.snapshots.stream import PIECE_BYTES, Arriving, ValueTypes, check_state, pieces_of, refused
 from deltaline_server.tables.captured.snapshot import SnapshotDescription
 from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.captured.state import StoredState
@@ -27,6 +27,8 @@ from deltaline_server.tables.sequence_adapters import SequenceAdapters
 
 # Each holds a piece for a reader that may be slow, and a header.
 MOST_ON_THEIR_WAY = 64
+# Of keys and values that go ahead at once, about: some milliseconds of any way, and little of host memory.
+AHEAD_BYTES = 16 << 20
 
 
 class Tiering(Protocol):
@@ -61,9 +63,9 @@ class Exchange:
 
     async def export(
         self, id: bytes, owner: Principal, *, pause_s: float, whole_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        """A principal's snapshot as a state's file, in pieces. It keeps its place in host memory to the last of them,
-        if each is taken within `pause_s` and all are within `whole_s`.
+    ) -> AsyncGenerator[memoryview, None]:
+        """A principal's snapshot as a state's file, in pieces, each to be copied before the next is asked for. It keeps
+        its place in host memory to the last of them, if each is taken within `pause_s` and all are within `whole_s`.
 
         Raises RequestError SNAPSHOT_UNKNOWN; NO_SNAPSHOT_LINES where host memory has no room; UPLOAD_TIMEOUT.
         """
@@ -76,10 +78,19 @@ class Exchange:
                 yield piece
 
     async def pieces(
-        self, id: bytes, owner: Principal, *, pause_s: float, whole_s: float
-    ) -> AsyncGenerator[bytes, None]:
+        self,
+        id: bytes,
+        owner: Principal,
+        *,
+        pause_s: float,
+        whole_s: float,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> AsyncGenerator[memoryview, None]:
         """A state that came to host memory just now as a file, in pieces, as `export` gives it. Raises RequestError
-        NO_SNAPSHOT_LINES where it had to make way, or its principal would have too much there; UPLOAD_TIMEOUT."""
+        NO_SNAPSHOT_LINES where it had to make way, or its principal would have too much there; UPLOAD_TIMEOUT.
+
+        piece_bytes: of each at most. They are views, and another's once they were not taken in time.
+        """
         header = self._host.find(id)
         if header is None:
             raise self._host.no_room(0)
@@ -87,7 +98,7 @@ class Exchange:
             held.enter_context(self._place(owner, self._host.size_of(id)))
             memory = held.enter_context(self._host.use(id))
             assert memory is not None
-            pieces = pieces_of(header, self._layout.sections(header.spans), memory)
+            pieces = pieces_of(header, header.sections(self._layout), memory, piece_bytes)
             # The first one takes time; a thread that outlives this call reads, and nobody asks what.
             piece = await asyncio.to_thread(next, pieces, None)
             loop = asyncio.get_running_loop()
@@ -103,6 +114,12 @@ class Exchange:
                     message = f"the pieces were not taken within {pause_s:g} seconds each, {whole_s:g} in all"
                     raise RequestError(Reason.UPLOAD_TIMEOUT, message)
                 piece = next(pieces, None)
+
+    def tokens_at_once(self, page_tokens: int) -> int:
+        """Tokens whose keys and values go ahead at once: some whole pages of so many."""
+        spans = [SpanProgress(position=page_tokens)] * self._layout.num_spans
+        most_bytes = min(AHEAD_BYTES, self._host.limit_bytes // 8)  # some of each of those that move at once
+        return max(1, most_bytes // state_bytes(self._layout.pages.sections(spans))) * page_tokens
 
     async def read_header(self, arriving: Arriving) -> tuple[StoredHeader, bytes]:
         """Take the header of what arrives; return it with its digest, which tells one state's file from all others.
@@ -128,7 +145,7 @@ class Exchange:
         self, arriving: Arriving, stored: StoredHeader, owner: Principal, *, is_pinned: bool
     ) -> AsyncIterator[StateHeader]:
         """Inside the context what arrives behind a header lies in host memory, whole and sound, under an id of its own;
-        behind it only if it was added.
+        behind it only if it was added. Pages are yet to be judged.
 
         Raises RequestError as `read_header`, NON_FINITE_INPUT, QUOTA_EXCEEDED or NO_SNAPSHOT_LINES; what the pieces
         raise.
@@ -140,9 +157,10 @@ class Exchange:
         header = replace(stored.header, id=id, owner=owner.name, is_pinned=is_pinned, created_ns=now_ns)
 
         async def copy_in(memory: Bytes) -> None:
-            await arriving.read_state(memory)
-            # A thread that outlives this call reads, and nobody asks what.
-            await asyncio.to_thread(check_state, stored, memory, self._layout, self._types)
+            await arriving.read_state(memory, is_last=not header.is_pages)
+            if not header.is_pages:
+                # A thread that outlives this call reads, and nobody asks what.
+                await asyncio.to_thread(check_state, stored, memory, self._layout, self._types)
 
         with _counted(self._num_coming, owner.number, not is_sequence), self._place(owner, size):
             try:
@@ -157,6 +175,15 @@ class Exchange:
             finally:
                 if self._snapshots.get(id) is None:
                     self._host.release(id)
+
+    async def judge(self, stored: StoredHeader, id: bytes) -> None:
+        """Judge pages that were received under an id. Raises RequestError as `received`."""
+        with self._host.use(id) as memory:
+            if memory is not None:  # else who wanted them has gone
+                try:
+                    await asyncio.to_thread(check_state, stored, memory, self._layout, self._types)
+                except StateFileError as error:
+                    raise refused(error) from error
 
     def add(self, header: StateHeader, owner: Principal, lease_s: float | None) -> SnapshotDescription:
         """Let what was received be a principal's snapshot. Raises RequestError QUOTA_EXCEEDED, NO_SNAPSHOT_LINES, or

@@ -55,7 +55,7 @@ _ENTRY = np.dtype(
         ("digest", "V16"),
     ]
 )
-_PINNED, _SEQUENCE = 1, 2
+_PINNED, _SEQUENCE, _PAGES = 1, 2, 4
 
 
 class Flaw(StrEnum):
@@ -101,7 +101,8 @@ class StateHeader:
 
     fingerprint: of what it is a state of. owner: a principal's name. adapter, adapter_hash: empty for none. created_ns:
     since the epoch. key: under which it is looked for, empty for none. is_sequence: whether it is of a sequence as it
-    stands between two steps, which goes on as that one, and is no snapshot.
+    stands between two steps, which goes on as that one, and is no snapshot. is_pages: whether it is only keys and
+    values of such a sequence, which go ahead of the rest.
     """
 
     id: bytes
@@ -114,6 +115,7 @@ class StateHeader:
     is_pinned: bool = False
     key: bytes = b""
     is_sequence: bool = False
+    is_pages: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError where a field has another length, or a number, than it may have."""
@@ -133,6 +135,12 @@ class StateHeader:
             raise ValueError(f"created_ns: expected 0 or more, got {self.created_ns}")
         if self.key and self.spans[0].position > MAX_TOKENS:
             raise ValueError(f"key: expected none for so many tokens, got {self.spans[0].position}")
+        if not self.is_sequence and (self.is_pages or any(span.ahead for span in self.spans)):
+            raise ValueError("is_pages, ahead: expected none but a sequence's")
+
+    def sections(self, layout: StateLayout) -> tuple[Section, ...]:
+        """The sections of the state that it is of. Raises LayoutError."""
+        return (layout.pages if self.is_pages else layout).sections(self.spans)
 
     def num_bytes(self, num_sections: int) -> int:
         """Bytes of the header of a state with so many sections: where its data begins in a file."""
@@ -150,7 +158,7 @@ def encode(header: StateHeader, sections: Sequence[Section], digests: Sequence[b
         header.id,
         header.adapter_hash,
         header.created_ns,
-        _PINNED * header.is_pinned | _SEQUENCE * header.is_sequence,
+        _PINNED * header.is_pinned | _SEQUENCE * header.is_sequence | _PAGES * header.is_pages,
         len(header.spans),
         len(sections),
         len(owner),
@@ -224,6 +232,8 @@ def decode(raw: bytes, layout: StateLayout, fingerprint: bytes) -> StoredHeader:
     of, id, adapter_hash, created_ns, flags, num_spans, num_sections, *texts = _FIXED.unpack_from(raw, PREAMBLE.size)
     if of != fingerprint:
         raise StateFileError(Flaw.FINGERPRINT, "expected a state of this model and settings, got another")
+    if flags & ~(most := _PINNED | _SEQUENCE | _PAGES):
+        raise StateFileError(Flaw.HEADER, f"flags: expected 0 .. {most}, got {flags}")
     if num_spans != layout.num_spans:
         raise StateFileError(Flaw.SECTIONS, f"spans: expected {layout.num_spans}, got {num_spans}")
     size = PREAMBLE.size + _FIXED.size + sum(texts) + num_spans * NUM_PROGRESS_FIELDS * 8
@@ -237,11 +247,9 @@ def decode(raw: bytes, layout: StateLayout, fingerprint: bytes) -> StoredHeader:
     at += progress.nbytes
     spans = tuple(SpanProgress(*values) for values in progress.reshape(num_spans, -1).tolist())
     entries = np.frombuffer(raw, dtype=_ENTRY, count=num_sections, offset=at)
-    sections = _same_sections(layout, spans, entries)
+    sections = _same_sections(layout.pages if flags & _PAGES else layout, spans, entries)
     if total != length + state_bytes(sections):
         raise StateFileError(Flaw.SECTIONS, f"expected {length + state_bytes(sections)} bytes, got {total}")
-    if flags & ~(_PINNED | _SEQUENCE):
-        raise StateFileError(Flaw.HEADER, f"flags: expected 0 .. {_PINNED | _SEQUENCE}, got {flags}")
     try:
         header = StateHeader(
             id,
@@ -254,6 +262,7 @@ def decode(raw: bytes, layout: StateLayout, fingerprint: bytes) -> StoredHeader:
             bool(flags & _PINNED),
             key,
             bool(flags & _SEQUENCE),
+            bool(flags & _PAGES),
         )
     except ValueError as error:
         raise StateFileError(Flaw.HEADER, f"expected fields within their limits ({type(error).__name__})") from error

@@ -114,7 +114,7 @@ class HostTier:
         """
         if header.id in self._states or header.id in self._writing:
             raise ValueError("id: expected one that is not stored")
-        size = state_bytes(self._layout.sections(header.spans))
+        size = state_bytes(header.sections(self._layout))
         offset = self._take(max(size, 1))
         if offset is None:
             self.num_full += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache
 from typing import Any
@@ -22,7 +22,7 @@ from deltaline_server.tables.ledger import MAX_FIXED_COMMITS
 
 Bytes = NDArray[np.uint8]
 
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 64
 MAX_STATE_BYTES = 1 << 48
 MAX_REPLY_BYTES = 1 << 31
@@ -66,7 +66,7 @@ class Part(IntEnum):
     DRAFT_GATES = 12
     """Of one half, `[HV, records]` fp32."""
     KEYS = 13
-    """`[HKV, tokens, D]` in the model's dtype, in the order of tokens."""
+    """`[HKV, tokens, D]` in the model's dtype, in the order of tokens; those that went ahead are left out."""
     VALUES = 14
 
 
@@ -76,7 +76,7 @@ class SpanProgress:
 
     draft_half: the half that holds the drafts of the last verify. records_0, records_1: of each half, leading records
     that are kept: of draft_half at least those to replay, or pending. num_commits: fixed commits. reply_bytes: of the
-    kept reply.
+    kept reply. ahead: leading tokens whose keys and values went ahead, and have no place here.
     """
 
     step: int = 0
@@ -91,6 +91,7 @@ class SpanProgress:
     records_1: int = 0
     num_commits: int = 0
     reply_bytes: int = 0
+    ahead: int = 0
 
     @classmethod
     def captured(
@@ -184,6 +185,16 @@ class StateLayout:
     max_draft: int
     max_tokens: int = 0
 
+    @cached_property
+    def pages(self) -> StateLayout:
+        """What follows for keys and values that go ahead of the rest: states of the layers that keep such."""
+        return replace(self, layers=tuple(layer for layer in self.layers if isinstance(layer.shape, AttentionShape)))
+
+    @cached_property
+    def paged_spans(self) -> frozenset[int]:
+        """Spans some layers of which keep keys and values."""
+        return frozenset(layer.span for layer in self.pages.layers)
+
     def sections(self, spans: Sequence[SpanProgress]) -> tuple[Section, ...]:
         """Return the sections of a state with this progress, in their order; empty ones are left out.
 
@@ -225,11 +236,10 @@ class StateLayout:
                 "records_1": self.max_draft,
                 "num_commits": MAX_FIXED_COMMITS,
                 "reply_bytes": MAX_REPLY_BYTES,
+                "ahead": progress.position,
             }
         )
-        if self.max_tokens and any(
-            layer.span == index and isinstance(layer.shape, AttentionShape) for layer in self.layers
-        ):
+        if self.max_tokens and index in self.paged_spans:
             limits["position"] = self.max_tokens - progress.pending
         for name, limit in limits.items():
             value = getattr(progress, name)
@@ -263,7 +273,8 @@ class StateLayout:
                 yield Part.DRAFT_GATES, number, half, (shape.num_value_heads, records), _FP32
         for layer in self.layers:
             if isinstance(layer.shape, AttentionShape):
-                tokens = layer.shape.num_kv_heads, spans[layer.span].num_tokens, layer.shape.head_dim
+                progress = spans[layer.span]
+                tokens = layer.shape.num_kv_heads, progress.num_tokens - progress.ahead, layer.shape.head_dim
                 yield Part.KEYS, layer.number, 0, tokens, self.itemsize
                 yield Part.VALUES, layer.number, 0, tokens, self.itemsize
 

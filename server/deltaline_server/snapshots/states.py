@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from deltaline_server.principal import Principal
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots.exchange import Exchange
 from deltaline_server.snapshots.header import ID_BYTES, StateHeader
+from deltaline_server.snapshots.sequences.coming import Coming, Wholes
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
 from deltaline_server.tables.captured.snapshots import SnapshotTable
@@ -41,15 +42,6 @@ class Tiering(Protocol):
     async def find_all(self, number_of: Callable[[str], int | None]) -> None: ...
     async def bring_back(self, id: bytes) -> None: ...
     async def close(self) -> None: ...
-
-
-class Wholes(Protocol):
-    """What takes sequences into host memory and opens others: WholeSequences, of which the same holds."""
-
-    def read(self, id: bytes, slot: int, owner: Principal) -> Any: ...
-    async def store(self, whole: Any) -> None: ...
-    def forget(self, id: bytes) -> None: ...
-    async def open(self, header: StateHeader, owner: Principal, lease_s: float | None) -> NDArray[np.uint64]: ...
 
 
 class States:
@@ -242,11 +234,12 @@ class States:
 
     @asynccontextmanager
     async def stored(
-        self, epoch: int, handles: NDArray[np.uint64], owner: Principal, *, is_leaving: bool = False
+        self, epoch: int, handles: NDArray[np.uint64], owner: Principal, *, is_leaving: bool = False, ahead: int = 0
     ) -> AsyncIterator[bytes]:
         """Inside the context the whole of a principal's sequence, handles uint64 [1], lies in host memory, as it is
         behind the steps that were taken so far; later ones wait until it is copied. Returns its id there, which nobody
         else knows. is_leaving: whether they wait until the context is over, and commits too (`until_none_leaves`).
+        ahead: leading tokens whose pages are left out.
 
         Raises RequestError as `create` does, but for VERIFY_PENDING and SPANS_UNEVEN.
         """
@@ -256,9 +249,7 @@ class States:
 
         def take(slots: Slots) -> asyncio.Future[None]:
             nonlocal copying
-            copying = asyncio.ensure_future(copy(wholes.read(id, int(slots[0]), owner)))
-            self._copies.add(copying)
-            copying.add_done_callback(self._copied)
+            copying = self._copying(copy(wholes.read(id, int(slots[0]), owner, ahead)))
             if not is_leaving:
                 return copying
             self._leaving[key] = is_over
@@ -303,10 +294,52 @@ class States:
         as `stored` does where it is over by now; then it does not."""
         self._table.let_go(int(self._held(epoch, handles, owner)[0]), lives_at)
 
-    async def open_stored(self, header: StateHeader, owner: Principal, lease_s: float | None) -> NDArray[np.uint64]:
+    def num_settled(self, epoch: int, handles: NDArray[np.uint64], owner: Principal) -> int:
+        """Leading tokens of a sequence, handles uint64 [1], whose keys and values no step writes any more. Raises
+        RequestError as `stored` does."""
+        assert self._wholes is not None
+        return self._wholes.num_settled(int(self._held(epoch, handles, owner)[0]))
+
+    @asynccontextmanager
+    async def stored_pages(
+        self, epoch: int, handles: NDArray[np.uint64], owner: Principal, begin: int, end: int
+    ) -> AsyncIterator[bytes]:
+        """Inside the context keys and values of a sequence's settled tokens `begin` .. `end`, whole pages of them, lie
+        in host memory, under this id; it is stepped meanwhile. Raises RequestError as `stored` does."""
+        wholes, id = self._wholes, secrets.token_bytes(ID_BYTES)
+        assert wholes is not None
+        slot = int(self._held(epoch, handles, owner)[0])
+        try:
+            await asyncio.shield(self._copying(wholes.store_pages(id, slot, owner, begin, end)))
+            self._held(epoch, handles, owner)  # else what was copied may be another's by now
+            yield id
+        finally:
+            wholes.forget(id)
+
+    @contextmanager
+    def coming(self, owner: Principal) -> Iterator[Coming]:
+        """A principal's sequence of which pages may come ahead of the rest; nothing is left of it behind the context
+        unless it was handed over."""
+        assert self._wholes is not None
+        coming = Coming(self._wholes, owner)
+        try:
+            yield coming
+        finally:
+            coming.end()
+
+    async def open_stored(
+        self, header: StateHeader, owner: Principal, lease_s: float | None, slot: int | None = None
+    ) -> NDArray[np.uint64]:
         """Open a sequence that goes on where one in host memory stood; as WholeSequences.open."""
         assert self._wholes is not None
-        return await self._wholes.open(header, owner, lease_s)
+        return await self._wholes.open(header, owner, lease_s, slot)
+
+    def _copying(self, copy: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        """Let a copy go on to its end, whoever asked for it."""
+        copying = asyncio.ensure_future(copy)
+        self._copies.add(copying)
+        copying.add_done_callback(self._copied)
+        return copying
 
     def _copied(self, copying: asyncio.Future[None]) -> None:
         self._copies.discard(copying)

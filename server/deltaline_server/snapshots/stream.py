@@ -5,9 +5,11 @@ Knows bytes and what they have to be, not where they come from or go to.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -28,11 +30,13 @@ from deltaline_server.snapshots.header import (
     encode,
     header_length,
 )
-from deltaline_server.snapshots.layout import Bytes, Part, Section, SpanProgress, StateLayout
+from deltaline_server.snapshots.layout import Bytes, Part, Section, SpanProgress, StateLayout, state_bytes
 from deltaline_server.snapshots.sequences.rules import check_progress
 from deltaline_server.tables.prefixes.keys import MAX_KEY_BYTES
 
 PIECE_BYTES = 1 << 20
+# Of large states, each byte of which is looked at: threads, and bytes of each at least.
+THREADS, PART_BYTES = 8, 4 << 20
 # Of what is no state, or damaged. What no server of ours would write is the sender's mistake.
 _REASONS = {
     Flaw.TRUNCATED: Reason.STATE_DAMAGED,
@@ -43,28 +47,33 @@ _REASONS = {
     Flaw.ROOM: Reason.STATE_MISMATCH,
 }
 
+Buffer = bytes | memoryview
+Result = TypeVar("Result")
+
 ValueTypes = Mapping[Part, np.dtype[Any]]
 """The types of the parts that hold floating-point values."""
 
 
-def pieces_of(header: StateHeader, sections: Sequence[Section], memory: Bytes) -> Iterator[bytes]:
-    """A state's file, PIECE_BYTES at a time; the first piece takes a look at every byte. memory: uint8
-    [state_bytes(sections)], that must not change until the last piece."""
-    digests = [_digest(section, memory) for section in sections]
-    for content in (np.frombuffer(encode(header, sections, digests), dtype=np.uint8), memory):
-        for at in range(0, len(content), PIECE_BYTES):
-            yield content[at : at + PIECE_BYTES].tobytes()
+def pieces_of(
+    header: StateHeader, sections: Sequence[Section], memory: Bytes, piece_bytes: int = PIECE_BYTES
+) -> Iterator[memoryview]:
+    """A state's file, so many bytes at a time, views; the first piece takes a look at every byte. memory: uint8
+    [state_bytes(sections)], that must not change until the last piece was used."""
+    digests = _by_threads(lambda some: [_digest(section, memory) for section in some], sections)
+    for content in (memoryview(encode(header, sections, digests)), memory.data):
+        for at in range(0, len(content), piece_bytes):
+            yield content[at : at + piece_bytes]
 
 
 class Arriving:
-    """A state's file that comes in pieces, cut anywhere, none of them empty."""
+    """A state's file that comes in pieces, cut anywhere, none of them empty; ahead of a sequence's those of pages."""
 
-    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
+    def __init__(self, pieces: AsyncIterator[Buffer]) -> None:
         self._pieces, self._piece = pieces, memoryview(b"")
 
     async def read_header(self, layout: StateLayout, fingerprint: bytes) -> tuple[StoredHeader, bytes]:
-        """Take and judge the header; return it with its own digest. No more is held of it than one of this layout can
-        have. Raises StateFileError; what the pieces raise."""
+        """Take and judge the header, the next one behind pages; return it with its own digest. No more is held of it
+        than one of this layout can have. Raises StateFileError; what the pieces raise."""
         raw = bytearray(PREAMBLE.size)
         await self._fill(memoryview(raw))
         length, most = header_length(bytes(raw), None), _most_header_bytes(layout)
@@ -77,16 +86,17 @@ class Arriving:
         raw += bytes(length - len(raw))
         await self._fill(memoryview(raw)[PREAMBLE.size :])
         stored = decode(bytes(raw), layout, fingerprint)
-        if stored.header.is_sequence:
-            check_progress(stored.header.spans, layout.max_draft)
-        else:
+        if not stored.header.is_sequence:
             _check_captured(stored.header.spans)
+        elif not stored.header.is_pages:
+            check_progress(stored.header.spans, layout.max_draft)
         return stored, PREAMBLE.unpack_from(raw)[-1]
 
-    async def read_state(self, memory: Bytes) -> None:
-        """Take what is behind the header, all of which a state's memory has. Raises as `read_header`."""
+    async def read_state(self, memory: Bytes, *, is_last: bool) -> None:
+        """Take what is behind the header, all of which a state's memory has; is_last: whether nothing may come behind
+        it. Raises as `read_header`."""
         await self._fill(memory.data)
-        if bool(self._piece) or bool(await anext(self._pieces, b"")):
+        if is_last and (bool(self._piece) or bool(await anext(self._pieces, b""))):
             raise StateFileError(Flaw.LENGTH, "expected nothing behind the last section, got more")
 
     async def _fill(self, memory: memoryview) -> None:
@@ -108,21 +118,42 @@ def check_state(stored: StoredHeader, memory: Bytes, layout: StateLayout, types:
     Raises StateFileError: a digest is another, or what lies between the sections or in fixed commits can't be.
     RequestError NON_FINITE_INPUT.
     """
-    for section, digest in zip(stored.sections, stored.digests, strict=True):
-        name, end = f"{section.part.name.lower()} of {section.number}", section.offset + section.num_bytes
-        if _digest(section, memory) != digest:
-            raise StateFileError(
-                Flaw.DIGEST, f"{name}: expected another digest of its {section.end - section.offset} bytes"
-            )
-        if memory[end : section.end].any():
-            raise StateFileError(Flaw.SECTIONS, f"{name}: expected zeros behind it")
-        values = memory[section.offset : end]
-        if section.part in types and not all_finite(values.view(types[section.part])):
-            message = f"{name}: expected finite values, got some that are not"
-            raise RequestError(Reason.NON_FINITE_INPUT, message, field="chunk")
-        if section.part is Part.COMMITS:
-            position = max(span.position for span in stored.header.spans)
-            _check_commits(section.view(memory).view(np.int64), position, layout.max_draft)
+    digests = dict(zip(stored.sections, stored.digests, strict=True))
+
+    def check(sections: Sequence[Section]) -> list[None]:
+        for section in sections:
+            _check_section(section, digests[section], memory, types)
+            if section.part is Part.COMMITS:
+                position = max(span.position for span in stored.header.spans)
+                _check_commits(section.view(memory).view(np.int64), position, layout.max_draft)
+        return []
+
+    _by_threads(check, stored.sections)
+
+
+def _check_section(section: Section, digest: bytes, memory: Bytes, types: ValueTypes) -> None:
+    """Judge every byte of a section. Raises as `check_state`."""
+    name, end = f"{section.part.name.lower()} of {section.number}", section.offset + section.num_bytes
+    if _digest(section, memory) != digest:
+        message = f"{name}: expected another digest of its {section.end - section.offset} bytes"
+        raise StateFileError(Flaw.DIGEST, message)
+    if memory[end : section.end].any():
+        raise StateFileError(Flaw.SECTIONS, f"{name}: expected zeros behind it")
+    values = memory[section.offset : end]
+    if section.part in types and not all_finite(values.view(types[section.part])):
+        message = f"{name}: expected finite values, got some that are not"
+        raise RequestError(Reason.NON_FINITE_INPUT, message, field="chunk")
+
+
+def _by_threads(work: Callable[[Sequence[Section]], list[Result]], sections: Sequence[Section]) -> list[Result]:
+    """The results of work on sections, some to each of THREADS threads, with none where they are few bytes. Raises what
+    the work raises of the first that fails."""
+    part_bytes = max(PART_BYTES, -(-state_bytes(sections) // THREADS))
+    parts = [list(some) for _, some in groupby(sections, lambda section: section.offset // part_bytes)]
+    if len(parts) < 2:
+        return work(sections)
+    with ThreadPoolExecutor(len(parts), thread_name_prefix="digests") as pool:
+        return [result for some in pool.map(work, parts) for result in some]
 
 
 def refused(error: StateFileError) -> RequestError:

@@ -153,8 +153,9 @@ class SequenceTable:
         return slots
 
     def open_by_principal(self) -> list[tuple[Principal, NDArray[np.uint64]]]:
-        """The handles of the sequences that are open, of each principal that has some."""
-        is_open = self._state == SequenceState.OPEN
+        """The handles of the sequences that are open, of each principal that has some; not of those without a lease,
+        which are yet to come."""
+        is_open = (self._state == SequenceState.OPEN) & np.isfinite(self._lease_s)
         numbers = np.unique(self.principal[is_open]).tolist()
         return [(self.principals[one], self._handle[is_open & (self.principal == one)]) for one in numbers]
 

@@ -68,6 +68,10 @@ class Moves(Protocol):
 
     num_moved: int
     num_failed: int
+    bytes_ahead: int
+    bytes_frozen: int
+    ahead_s: float
+    frozen_s: float
 
 
 def add_gauges(
@@ -144,6 +148,10 @@ def add_gauges(
         ("sequences_expired", "Leases that ran out.", lambda: table.num_expired),
         ("sequences_moved", "Sequences that were moved to other servers.", lambda: moves.num_moved),
         ("moves_failed", "Moves that failed; the sequence stayed.", lambda: moves.num_failed),
+        ("moved_bytes_ahead", "Sent of moved sequences while they were stepped.", lambda: moves.bytes_ahead),
+        ("moved_bytes_frozen", "Sent of moved sequences while they stood still.", lambda: moves.bytes_frozen),
+        ("moved_ahead_seconds", "How long pages of moved sequences went ahead.", lambda: moves.ahead_s),
+        ("moved_frozen_seconds", "How long moved sequences stood still.", lambda: moves.frozen_s),
     ):
         metrics.total(f"deltaline_{name}", text, read)
 

@@ -26,6 +26,10 @@ from deltaline_kernels.attention import Modifiers, and_masks, find_modifier, fle
 
 # Decodes, verifies of several lengths, an empty row, a skipped one, a fresh one, and one that is too long to be short.
 MIXED = [Row(1, 200), Row(3, 5), Row(0, 9), Row(2, 30, skipped=True), Row(1, 0), Row(8, 90), Row(20, 40)]
+# Rows for long ones that end inside a block of keys, at its end and behind it; empty, skipped and fresh ones.
+LONG = [Row(1, 200), Row(150, 0), Row(0, 9), Row(30, 90, skipped=True), Row(64, 64), Row(70, 300), Row(3, 0)]
+# What a Hopper has a kernel of its own for in 16 bits, and what it has none for.
+KINDS = {"causal": Layer(6, 2, 64, 64, 64), "soft-cap-in-a-window": Layer(6, 2)}
 
 
 @pytest.fixture
@@ -87,6 +91,14 @@ def test_attention_has_any_number_of_heads(path: Path, layer: tuple[int, int], s
 def test_attention_has_any_size_of_heads(path: Path, sizes: tuple[int, int], small_splits: None) -> None:
     batch = make_batch([Row(1, 100), Row(3, 20), Row(9, 5)], path, Layer(3, 1, *sizes), max_short=4)
     check(batch, path, *modifier_case("causal", batch.layer, 5, path.device))
+
+
+@pytest.mark.parametrize(
+    "layer", [Layer(6, 1, 64, 64, 64), Layer(4, 2, 128, 128, 128), Layer(12, 2, 256, 256, 64)], ids=str
+)
+def test_attention_of_long_causal_rows(path: Path, layer: Layer) -> None:
+    batch = make_batch(LONG, path, layer, max_short=1)
+    check(batch, path, *modifier_case("causal", layer, batch.page_table.shape[0], path.device))
 
 
 @pytest.mark.parametrize("page", [16, 64, 256])
@@ -166,11 +178,12 @@ def test_attention_reads_only_its_window(path: Path, small_splits: None) -> None
     assert_close("o", batch.attend(path, modifiers)[0], want, path.dtype)
 
 
-def test_attention_does_not_depend_on_neighbours(path: Path, small_splits: None) -> None:
+@pytest.mark.parametrize("case", KINDS)
+def test_attention_does_not_depend_on_neighbours(path: Path, case: str, small_splits: None) -> None:
     """Bitwise, with the bucket fixed: its neighbours, some of them of its shape, are others or have other positions."""
     members = [Row(1, 300), Row(1, 300), Row(3, 100), Row(30, 90), Row(30, 90)]
-    batch = make_batch(members, path, Layer(6, 2), max_short=3)
-    modifiers, _ = modifier_case("soft-cap-in-a-window", batch.layer, 7, path.device)
+    batch = make_batch(members, path, KINDS[case], max_short=3)
+    modifiers, _ = modifier_case(case, batch.layer, 7, path.device)
     # The interpreter takes a row of NaNs, or an infinity, for a mistake.
     loud = 9.0 if isinstance(path, InterpretedPath) else torch.nan
     every: tuple[dict[str, Any], ...] = ({}, {"sinks": batch.sinks, "gate": batch.gate})
@@ -193,9 +206,10 @@ def test_attention_does_not_depend_on_neighbours(path: Path, small_splits: None)
             assert torch.equal(other_lse[begin:end], lse[begin:end])
 
 
-def test_attention_repeats_to_the_bit(path: Path, small_splits: None) -> None:
-    batch = make_batch(MIXED, path, max_short=8)
-    modifiers, _ = modifier_case("scores-in-turn", batch.layer, 9, path.device)
+@pytest.mark.parametrize("case", ["causal", "scores-in-turn"])
+def test_attention_repeats_to_the_bit(path: Path, case: str, small_splits: None) -> None:
+    batch = make_batch([*MIXED, Row(300, 700)], path, Layer(page=64), max_short=8)
+    modifiers, _ = modifier_case(case, batch.layer, 10, path.device)
     first, second = (batch.attend(path, modifiers) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 

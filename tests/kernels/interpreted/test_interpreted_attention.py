@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from kernels.attention.test_attention import (
     small_splits,
-    test_attention_does_not_depend_on_neighbours,
     test_attention_of_skipped_rows_is_zero,
     test_attention_scales,
     test_attention_without_rows_or_tokens,
@@ -75,6 +74,10 @@ def test_attention_of_queries_that_see_nothing_is_zero(path: InterpretedPath, sm
 
 def test_attention_reads_only_its_window(path: InterpretedPath, small_splits: None) -> None:
     checks.test_attention_reads_only_its_window(path, small_splits)
+
+
+def test_attention_does_not_depend_on_neighbours(path: InterpretedPath, small_splits: None) -> None:
+    checks.test_attention_does_not_depend_on_neighbours(path, "soft-cap-in-a-window", small_splits)
 
 
 def test_the_number_of_multiprocessors_changes_nothing(

@@ -9,11 +9,13 @@ from kernels.moe.test_experts import (
     kernels,
     test_a_token_that_is_not_finite_spoils_no_other,
     test_a_token_without_experts_gets_zeros,
+    test_choices_are_sorted_by_their_experts,
     test_experts_without_gates_match_the_reference,
     test_integers_give_exact_products,
     test_many_tokens_are_computed_one_part_after_the_other,
     test_nan_stays_nan_without_gates,
     test_plan_of_a_batch_matches_the_reference,
+    test_routes_and_experts_at_once_have_the_bits_of_one_after_the_other,
     test_the_same_expert_twice_counts_twice,
 )
 from kernels.moe.test_router import (
@@ -28,8 +30,6 @@ from kernels.moe.test_router import (
 from rigs.kernels.expert_batches import Choose, anything, one, some
 from rigs.kernels.paths import InterpretedPath
 
-from deltaline_kernels.moe import plan
-
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("choose", [anything, one, some], ids=lambda choose: choose.__name__)
@@ -40,8 +40,6 @@ def test_experts_match_the_reference(path: InterpretedPath, case: str, choose: C
 
 @pytest.mark.usefixtures("kernels")
 def test_row_does_not_depend_on_its_neighbours(path: InterpretedPath, monkeypatch: pytest.MonkeyPatch) -> None:
-    if plan.GROUPED_CHOICES == 0:
-        pytest.skip("torch's grouped products are others on the CPU, of which this does not hold")
     # The interpreter's dots are BLAS's, whose sums depend on a row's place in the matrix on some processors.
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ik,kj->ij", a, b, dtype=dtype))
     checks.test_row_does_not_depend_on_its_neighbours(path)

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rigs.kernels.draws import normal
 from rigs.kernels.expert_batches import Choose, anything, make_batch, one, some
 from rigs.kernels.paths import InterpretedPath, Path
 from rigs.kernels.recurrence_checks import same_bits
 from rigs.kernels.tolerance import assert_close
 
+from deltaline_kernels import Router, route_and_run_experts
 from deltaline_kernels.moe import plan
 
 # Tokens, choices, experts, channels outside and inside.
@@ -28,22 +30,18 @@ CASES: dict[str, tuple[int, int, int, int, int]] = {
 }
 
 
-@pytest.fixture(params=["direct", "grouped", "tiles-of-16", "tiles-of-32", "tiles-of-64", "tiles-of-128"])
+@pytest.fixture(params=["direct", "sorted", "tiles-of-16", "tiles-of-32", "tiles-of-64", "tiles-of-128"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Each of the ways in which a GPU computes experts, whatever the batch."""
     if request.param != "direct" and not path.serial:
         pytest.skip("on the CPU there is one way")
     monkeypatch.setattr(plan, "DIRECT_TOKENS", plan.ANY if request.param == "direct" else 0)
-    monkeypatch.setattr(plan, "GROUPED_CHOICES", 0 if request.param == "grouped" else plan.ANY)
-    if request.param == "grouped":
+    monkeypatch.setattr(plan, "SORTED_CHOICES", 0 if request.param == "sorted" else plan.ANY)
+    if request.param == "sorted":
+        if path.dtype == torch.float32 and not isinstance(path, InterpretedPath):
+            pytest.skip("sorted choices are for tensor cores")
         if isinstance(path, InterpretedPath):
-            # On the CPU torch has them for these sizes.
-            monkeypatch.setattr(
-                "deltaline_kernels.moe.launch.has_grouped",
-                lambda _, down: all(size % 8 == 0 for size in down.shape[1:]),
-            )
-        elif path.dtype != torch.bfloat16:
-            pytest.skip("torch has grouped products of bf16 alone")
+            monkeypatch.setattr(plan, "is_sorted", lambda *given: all(size % 8 == 0 for size in given[3].shape[1:]))
     elif request.param != "direct":
         rows = int(request.param.rpartition("-")[2])
         chosen = next(bucket.plan for bucket in plan.BUCKETS if bucket.plan.rows == rows)
@@ -144,3 +142,69 @@ def test_no_tokens_give_nothing(path: Path) -> None:
     none = replace(batch, x=batch.x[:0], weights=batch.weights[:0], experts=batch.experts[:0])
     if path.device != "cpu" or type(path) is Path:
         assert none.run(path).shape == (0, 48)
+
+
+ROUTERS = {
+    "gated": Router(2, num_shared=1, shared_gate=True),
+    "two-shared": Router(3, "sigmoid", num_groups=3, top_groups=2, scale=2.5, num_shared=2),
+    "none-shared": Router(2),
+}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 12])
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+def test_routes_and_experts_at_once_have_the_bits_of_one_after_the_other(
+    path: Path, router: Router, num_tokens: int
+) -> None:
+    """Padding among the tokens; experts that no token has are NaN, but the shared ones, which may be read for it."""
+    num_experts, width = 6, 48
+    made = make_batch(path, num_tokens, 1, num_experts + router.num_shared, width, 40)
+    logits = normal(num_tokens, num_experts + router.shared_gate).to(path.device)
+    bias = normal(num_experts, seed=1).to(path.device) if router.scoring == "sigmoid" else None
+    for num_live in (num_tokens, num_tokens - 1):
+        starts = torch.tensor([0, num_live], dtype=torch.int32, device=path.device)
+        weights, experts = path.route(logits, router, bias, starts)
+        for stack in (made.gate_up, made.down):
+            stack[~torch.isfinite(stack)] = 0.5
+            unused = [i for i in range(num_experts) if i not in experts.unique().tolist()]
+            stack[unused] = torch.nan
+        got = path.route_and_run(made.x, logits, router, made.gate_up, made.down, bias, starts)
+        want = path.run_experts(made.x, made.gate_up, made.down, weights, experts)
+        assert got.isfinite().all() and same_bits(got, want)
+        assert not got[num_live:].any()
+
+
+def test_experts_behind_routes_are_those_of_the_router() -> None:
+    x, logits, router = torch.zeros(3, 8), torch.zeros(3, 5), Router(2, num_shared=1, shared_gate=True)
+    with pytest.raises(ValueError, match=r"^down: expected 5 experts, those of the logits and the shared ones, got 4"):
+        route_and_run_experts(x, logits, router, torch.zeros(4, 8, 8), torch.zeros(4, 8, 4))
+    with pytest.raises(ValueError, match=r"^x: expected shape \[3, \*\]"):
+        route_and_run_experts(x[:2], logits, router, torch.zeros(5, 8, 8), torch.zeros(5, 8, 4))
+
+
+@pytest.mark.parametrize("size", [(1, 1, 1), (7, 3, 5), (70, 4, 40), (300, 2, 600)], ids=str)
+def test_choices_are_sorted_by_their_experts(path: Path, size: tuple[int, int, int]) -> None:
+    """Stably, those of no expert left out; each tile is one expert's, and there is one for each of its places."""
+    if not path.serial:
+        pytest.skip("on the CPU there is another way")
+    from deltaline_kernels.moe.sort import sort_choices
+
+    num_tokens, choices, num_experts = size
+    generator = torch.Generator().manual_seed(3)
+    experts = torch.randint(-1, num_experts + 2, (num_tokens, choices), generator=generator, dtype=torch.int32)
+    made = sort_choices(experts.to(path.device), num_experts, 16)
+    keys = experts.flatten().long()
+    is_used = (keys >= 0) & (keys < num_experts)
+    order = torch.where(is_used, keys, num_experts + 2).sort(stable=True).indices[: int(is_used.sum())]
+    want = torch.full_like(keys, -1)
+    want[order] = torch.arange(len(order))
+    assert torch.equal(made.places.cpu().long(), want)
+    assert torch.equal(made.tokens.cpu()[: len(order)].long(), order // choices)
+    tiles, covered = made.tiles.cpu(), list[int]()
+    count = int(made.num_tiles)
+    assert (tiles[:count, 0] >= 0).all() and (tiles[count:, 0] == -1).all()
+    for expert, begin, end in tiles[:count].tolist():
+        places = range(begin, min(begin + 16, end))
+        assert len(places) > 0 and (keys[order[list(places)]] == expert).all()
+        covered += places
+    assert covered == list(range(len(order)))

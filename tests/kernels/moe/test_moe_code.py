@@ -41,7 +41,7 @@ def test_products_take_no_operand_from_registers(monkeypatch: pytest.MonkeyPatch
     """Where they do, in a loop that loads ahead, an assembler overwrites the operand before the product has read it."""
     chosen = next(bucket.plan for bucket in plan.BUCKETS if bucket.plan.rows == rows)
     monkeypatch.setattr(plan, "BUCKETS", (plan.Bucket(plan.ANY, chosen),))
-    monkeypatch.setattr(plan, "GROUPED_CHOICES", plan.ANY)
+    monkeypatch.setattr(plan, "SORTED_CHOICES", plan.ANY)
     for ptx in compile_experts(monkeypatch, 64)["_multiply"]:
         products = re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*(\S)", ptx)
         assert products and set(products) == {"%"}
@@ -60,32 +60,37 @@ def test_weights_are_read_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch, nu
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
-def test_many_tokens_take_torchs_products(monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
-    assert compile_experts(monkeypatch, 4096, activation).keys() == {"_sort", "_spread", "_activate", "_combine"}
+def test_many_tokens_are_sorted(monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
+    """Their products take no operand from registers either, and those of down copy whole tiles."""
+    found = compile_experts(monkeypatch, 4096, activation)
+    assert found.keys() == {"_count", "_add_up", "_place", "_up", "_down", "_combine"}
+    for name in ("_up", "_down"):
+        [ptx] = found[name]
+        products = re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*(\S)", ptx)
+        assert products and set(products) == {"%"}
+    assert "cp.async.bulk.tensor" in found["_down"][0] and "cp.async.cg" in found["_up"][0]
 
 
 @pytest.mark.parametrize(
     ("capability", "size", "dtype", "expected"),
     [
         ((9, 0), (256, 2048, 512), torch.bfloat16, True),
-        ((10, 3), (1023, 2048, 512), torch.bfloat16, True),
-        ((9, 0), (1024, 2048, 512), torch.bfloat16, False),
+        ((12, 0), (1024, 2048, 512), torch.float16, True),
+        ((9, 0), (256, 2048, 512), torch.float32, False),
         ((8, 9), (256, 2048, 512), torch.bfloat16, False),
-        ((12, 0), (256, 2048, 512), torch.bfloat16, False),
-        ((9, 0), (256, 2048, 512), torch.float16, False),
+        ((9, 0), (256, 2044, 512), torch.bfloat16, False),
         ((9, 0), (256, 2048, 500), torch.bfloat16, False),
     ],
     ids=str,
 )
-def test_where_torchs_products_need_no_wait(
+def test_where_choices_are_sorted(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     size: tuple[int, int, int],
     dtype: torch.dtype,
     expected: bool,
 ) -> None:
-    """Elsewhere it reads on the host where groups end, or refuses so many."""
-    grouped = pytest.importorskip("deltaline_kernels.moe.grouped")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    x = torch.empty(1, size[1], dtype=dtype, device="meta")
-    assert grouped.has_grouped(x, torch.empty(size, dtype=dtype, device="meta")) is expected
+    x, down = torch.empty(1, size[1], dtype=dtype, device="meta"), torch.empty(size, dtype=dtype, device="meta")
+    assert plan.is_sorted(48 * size[0], 1, x, down) is expected
+    assert not plan.is_sorted(48 * size[0] - 1, 1, x, down)

@@ -1,4 +1,4 @@
-"""Experts on a GPU: nothing waits for it, graphs follow what tensors hold, and grouped products fit in."""
+"""Experts on a GPU: nothing waits for it, graphs follow what tensors hold, and sorted choices fit in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deltaline_kernels import Router
 from deltaline_kernels.moe import plan
 
 GPU = Path("cuda", torch.bfloat16)
-# Tokens of every way: choice by choice, in tiles of every size, by grouped products.
+# Tokens of every way: choice by choice, in tiles of every size, sorted.
 TOKENS = (1, 4, 5, 16, 48, 128, 400)
 pytestmark = pytest.mark.gpu
 
@@ -35,9 +35,9 @@ def test_sizes_of_a_model_match_the_reference(num_tokens: int, choose: Choose) -
 
 
 @pytest.mark.parametrize("choose", [anything, one, some], ids=lambda choose: choose.__name__)
-def test_grouped_products_match_the_reference(monkeypatch: pytest.MonkeyPatch, choose: Choose) -> None:
+def test_sorted_choices_match_the_reference(monkeypatch: pytest.MonkeyPatch, choose: Choose) -> None:
     monkeypatch.setattr(plan, "DIRECT_TOKENS", 0)
-    monkeypatch.setattr(plan, "GROUPED_CHOICES", 0)
+    monkeypatch.setattr(plan, "SORTED_CHOICES", 0)
     for num_tokens in (1, 3, 40, 300, 2100):
         batch = make_batch(GPU, num_tokens, 4, 16, 256, 128, choose, num_tokens)
         assert_close("out", batch.run(GPU), batch.run_reference(), GPU.dtype)
@@ -93,7 +93,7 @@ def test_products_are_right_beyond_128_tokens() -> None:
         chosen = next(bucket.plan for bucket in plan.BUCKETS if bucket.plan.rows == rows)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plan, "DIRECT_TOKENS", 0)
-            patch.setattr(plan, "GROUPED_CHOICES", plan.ANY)
+            patch.setattr(plan, "SORTED_CHOICES", plan.ANY)
             patch.setattr(plan, "BUCKETS", (plan.Bucket(plan.ANY, chosen),))
             batch = make_batch(GPU, 330, 2, 2, 512, 512, one, integers=True)
             assert_close("out", batch.run(GPU), batch.run_reference(), GPU.dtype)

@@ -53,8 +53,12 @@ class Shared:
     def index(self, i: Any) -> Shared:
         return Shared(self.tensor[int(i)])
 
-    def slice(self, start: int, length: int) -> Shared:
-        return Shared(self.tensor[start : start + length])
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.tensor.narrow(dim, start, length))
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.tensor.permute(order))
@@ -137,6 +141,7 @@ def _layout(*_: object, **__: object) -> None:
 def _language(program: Callable[[], int]) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         constexpr=object,
+        int32=torch.int32,
         int64=torch.int64,
         float32=torch.float32,
         program_id=lambda _axis: torch.tensor(program()),
@@ -147,6 +152,7 @@ def _language(program: Callable[[], int]) -> types.SimpleNamespace:
         SwizzledSharedLayout=_layout,
         arange=lambda start, end, layout: torch.arange(start, end),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         allocate_shared_memory=lambda dtype, shape, layout: Shared(
             torch.zeros(shape, dtype=dtype) if dtype == torch.int64 else torch.full(shape, torch.nan, dtype=dtype)
         ),
@@ -155,8 +161,11 @@ def _language(program: Callable[[], int]) -> types.SimpleNamespace:
         where=lambda mask, x, y: torch.where(torch.as_tensor(mask), x, y),
         minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
         maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)),
+        sum=lambda x, axis: x.sum(axis),
+        max=lambda x, axis: x.amax(axis),
         exp=torch.exp,
         exp2=torch.exp2,
+        log2=torch.log2,
         convert_layout=lambda x, layout: x,
         static_range=range,
         static_assert=_nothing,

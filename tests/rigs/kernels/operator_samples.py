@@ -73,6 +73,22 @@ def norm(path: Path) -> Given:
     return {"o": draw(path, 3, 2, 8), "z": draw(path, 3, 2, 8), "weight": draw(path, 8), "eps": 1e-6}
 
 
+def routed(path: Path, router: Router, bias: Tensor | None = None) -> Given:
+    return {
+        "x": draw(path, 3, 16),
+        "logits": draw(path, 3, 8 + router.shared_gate),
+        "router": router,
+        "gate_up": draw(path, 8 + router.num_shared, 16, 16),
+        "down": draw(path, 8 + router.num_shared, 16, 8),
+        "bias": None if bias is None else bias.to(path.device),
+        "query_start_loc": ints(path, 0, 2),
+    }
+
+
+def hidden_norm(path: Path, **more: Any) -> Given:
+    return {"x": draw(path, 3, 16), "weight": normal(16).to(path.device), "eps": 1e-6} | more
+
+
 def rotary(path: Path) -> Given:
     batch = make_rotary_batch([RotaryRow(3, 15), RotaryRow(1)], path, tokens_of_no_row=0)
     return pick(batch, "q k v q_norm k_norm eps rotary k_pages v_pages page_table rows")
@@ -168,6 +184,10 @@ def dense(path: Path, **more: Any) -> Given:
 ROWS = Case([2, 1], [4, 1])
 SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
     "add_lora": [lora],
+    "add_rms_norm": [
+        lambda path: hidden_norm(path, residual=draw(path, 3, 16)),
+        lambda path: hidden_norm(path, residual=normal(3, 16).to(path.device), scale=0.5),
+    ],
     "causal_conv1d": [
         conv1d,
         lambda path: conv1d(path, split=(16, 16, 16), activation=None),
@@ -238,6 +258,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: streams(path, "residual gates"),
         lambda path: streams(path, "residual gates", out=draw(path, 3, 16)),
     ],
+    "rms_norm": [hidden_norm],
     "rotate_and_store": [rotary],
     "route_tokens": [
         lambda path: {"logits": draw(path, 3, 9), "router": Router(2, num_shared=1, shared_gate=True)},
@@ -248,12 +269,17 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
             "query_start_loc": ints(path, 0, 2),
         },
     ],
+    "route_and_run_experts": [
+        lambda path: routed(path, Router(2, num_shared=1, shared_gate=True)),
+        lambda path: routed(path, Router(2, "sigmoid", num_groups=4, top_groups=2, num_shared=1), normal(8)),
+    ],
     "run_experts": [lambda path: experts(path, 3), lambda path: experts(path, 70, "relu2")],
     "selective_state_update": [
         selective_update,
         lambda path: selective_update(path, out=torch.float32),
         lambda path: elsewhere(selective_update(path), "state", dst_state_batch_indices=ints(path, 2, 0)),
     ],
+    "silu_and_mul": [lambda path: {"gate_up": draw(path, 3, 16)}],
     "spread_slots": [
         lambda path: {"row_slots": ints(path, 1, 0), "query_start_loc": ints(path, 0, 2, 3), "num_tokens": 4}
     ],

@@ -13,11 +13,15 @@ from deltaline_kernels import (
     Router,
     Rows,
     add_lora,
+    add_rms_norm,
     causal_conv1d,
     gated_rms_norm,
     group_tokens,
+    rms_norm,
+    route_and_run_experts,
     route_tokens,
     run_experts,
+    silu_and_mul,
     spread_slots,
 )
 from deltaline_kernels.conv1d.inputs import ConvInputs
@@ -51,6 +55,15 @@ class Path:
     def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
         return gated_rms_norm(o, z, weight, eps, gate_first=gate_first)
 
+    def hidden_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, weight, eps, scale=scale)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return silu_and_mul(gate_up)
+
     def spread(self, row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
         return spread_slots(row_slots, query_start_loc, num_tokens)
 
@@ -72,6 +85,18 @@ class Path:
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str = "silu"
     ) -> Tensor:
         return run_experts(x, gate_up, down, weights, experts, activation)
+
+    def route_and_run(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        router: Router,
+        gate_up: Tensor,
+        down: Tensor,
+        bias: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
+    ) -> Tensor:
+        return route_and_run_experts(x, logits, router, gate_up, down, bias, query_start_loc)
 
 
 class InterpretedPath(Path):
@@ -104,6 +129,27 @@ class InterpretedPath(Path):
 
         y = torch.empty(o.shape[0], o.shape[1] * o.shape[2], dtype=o.dtype)
         gated_rms_norm_triton(o, z, weight, eps, y, gate_first=gate_first)
+        return y
+
+    def hidden_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        from deltaline_kernels.norm.hidden import rms_norm_triton
+
+        y = torch.empty(x.shape, dtype=x.dtype)
+        rms_norm_triton(x, weight, eps, y)
+        return y
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float) -> tuple[Tensor, Tensor]:
+        from deltaline_kernels.norm.hidden import add_rms_norm_triton
+
+        total, y = torch.empty(x.shape, dtype=residual.dtype), torch.empty(x.shape, dtype=x.dtype)
+        add_rms_norm_triton(x, residual, weight, eps, scale, total, y)
+        return total, y
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        from deltaline_kernels.activation.kernel import silu_and_mul_triton
+
+        y = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+        silu_and_mul_triton(gate_up, y)
         return y
 
     def spread(self, row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
@@ -146,4 +192,22 @@ class InterpretedPath(Path):
 
         out = torch.empty(x.shape, dtype=x.dtype)
         run_experts_triton(x, gate_up, down, weights, experts, out, gated=activation == "silu")
+        return out
+
+    def route_and_run(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        router: Router,
+        gate_up: Tensor,
+        down: Tensor,
+        bias: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
+    ) -> Tensor:
+        from deltaline_kernels.moe.launch import route_and_run_triton
+
+        weights, out = torch.full((len(x), router.num_choices), torch.nan), torch.empty(x.shape, dtype=x.dtype)
+        experts = torch.full(weights.shape, 99, dtype=torch.int32)
+        routed = bias, query_start_loc, weights, experts
+        route_and_run_triton(x, logits, router, gate_up, down, *routed, out, gated=True)
         return out

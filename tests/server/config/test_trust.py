@@ -45,7 +45,7 @@ def test_half_of_it_is_refused(flags: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("names", ["gpu-2", "gpu-2:0", "gpu-2:65536", ":50051", "a:1,,b:2", "", "a/b:1", "unix:/a"])
 def test_what_is_no_host_and_port_is_no_peer(names: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--move-peers: expected HOST:PORT, with commas between, got"):
+    with pytest.raises(ConfigError, match=r"^--move-peers: expected HOST:PORT or link:/PATH, with commas between, got"):
         Config.parse([*BASE, *TLS, "--move-peers", names], {})
 
 

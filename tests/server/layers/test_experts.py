@@ -145,8 +145,10 @@ def load_experts(options: ModelOptions) -> Experts:
     """Those of layer 2, on their device."""
     with open_plan(options, options.device) as plan:
         block = plan.loader.block(2, {})
-    assert isinstance(block, Block) and isinstance(block.mlp.inner, Experts)
-    return block.mlp.inner
+    assert isinstance(block, Block)
+    experts = block.branches[1].inner
+    assert isinstance(experts, Experts)
+    return experts
 
 
 def rows_of(num_tokens: int, device: str) -> Rows:
@@ -221,7 +223,7 @@ def test_an_empty_batch(oracle: Oracle, device: str) -> None:
 def test_the_self_test_is_told_of_experts_where_they_are_served(oracle: Oracle) -> None:
     experts = {"router": Router(2, num_shared=2, shared_gate=True), "num_experts": 6, "expert_dim": 32}
     experts |= {"expert_activation": "silu"}
-    assert load_model(oracle.options()).block_sizes == {"streams": 0, "hidden": HIDDEN} | experts
+    assert load_model(oracle.options()).block_sizes == {"streams": 0, "hidden": HIDDEN, "mlp_dim": 0} | experts
     assert "router" not in load_model(oracle.options(scope=Scope.MIXER)).block_sizes
 
 

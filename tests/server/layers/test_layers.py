@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,30 @@ def test_bfloat16_follows_the_checkpoint_model(
     assert_close(served.step(hidden, [1], [40]), oracle.run(ALL, hidden), tolerance=3e-2)
 
 
+@ONE_KIND
+def test_between_two_branches_there_is_one_call(oracle: Oracle, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from a layer to the next: four layers of two branches have seven places between them."""
+    called: list[str] = []
+    block = import_module("deltaline_server.layers.block")
+
+    def spy(kernel: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        called.append(kernel.__name__)
+        return kernel(*arguments, **options)
+
+    for name in ("rms_norm", "add_rms_norm", "silu_and_mul"):
+        monkeypatch.setattr(block, name, partial(spy, getattr(block, name)))
+    serve(oracle.options(device)).step(torch.randn(2, HIDDEN), [1], [2])
+    assert called == ["rms_norm", *["add_rms_norm", "silu_and_mul", "add_rms_norm"] * 3, "add_rms_norm", "silu_and_mul"]
+
+
+@ONE_KIND
+def test_the_self_test_is_told_of_mlps_where_they_are_served(oracle: Oracle) -> None:
+    assert load_model(oracle.options()).block_sizes == {"streams": 0, "hidden": HIDDEN, "mlp_dim": 96}
+    assert load_model(replace(oracle.options(), world_size=2)).block_sizes["mlp_dim"] == 48
+    assert load_model(oracle.options(scope=Scope.MIXER)).block_sizes["mlp_dim"] == 0
+
+
+@ONE_KIND
 def test_an_empty_batch(oracle: Oracle, device: str) -> None:
     assert serve(oracle.options(device)).step(torch.zeros(0, HIDDEN), [1], [0]).shape == (0, HIDDEN)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.block import Residual
+from deltaline_server.layers.stack import BlockStack
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import load_model
 
@@ -62,19 +63,26 @@ def test_time_steps_are_clamped_in_every_kind_of_row(
 def test_residuals_have_the_dtype_that_the_config_asks_for(
     make_oracle: Callable[..., Oracle], device: str, monkeypatch: pytest.MonkeyPatch, in_fp32: bool
 ) -> None:
-    oracle = make_oracle("mamba2", layers=1, dtype="bfloat16", residual_in_fp32=in_fp32)
+    oracle = make_oracle("mamba2", dtype="bfloat16", residual_in_fp32=in_fp32)
     served, hidden, dtypes = serve(oracle.options(device)), 64 * torch.randn(40, HIDDEN).bfloat16(), []
-    forward = Residual.forward
+    forward, enter_behind = BlockStack.forward, Residual.enter_behind
 
-    def spy(self: Residual, *inputs: Any) -> Tensor:
+    def spy(self: BlockStack, *inputs: Any) -> Tensor:
         made = forward(self, *inputs)
         dtypes.append(made.dtype)
         return made
 
-    monkeypatch.setattr(Residual, "forward", spy)
+    def spy_between(self: Residual, *inputs: Any) -> tuple[Tensor, Tensor]:
+        residual, entering = enter_behind(self, *inputs)
+        dtypes.append(residual.dtype)
+        assert entering.dtype == torch.bfloat16
+        return residual, entering
+
+    monkeypatch.setattr(BlockStack, "forward", spy)
+    monkeypatch.setattr(Residual, "enter_behind", spy_between)
     ours = served.step(hidden, [1], [40])
-    assert dtypes == [torch.float32 if in_fp32 else torch.bfloat16]
-    assert_close(ours, oracle.run(range(1), hidden), tolerance=2e-2)
+    assert dtypes == 2 * [torch.float32 if in_fp32 else torch.bfloat16]
+    assert_close(ours, oracle.run(range(2), hidden), tolerance=2e-2)
 
 
 @pytest.mark.parametrize("scope", list(Scope))

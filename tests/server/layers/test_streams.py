@@ -208,7 +208,9 @@ def test_the_self_test_is_told_of_streams_where_there_are_some(make_oracle: Make
     oracle = make_oracle("mamba2")
     block = load_model(oracle.options(stream_ends=StreamEnds.BOTH))
     mixer = load_model(oracle.options(scope=Scope.MIXER))
-    assert block.block_sizes == {"streams": STREAMS, "hidden": HIDDEN} and mixer.block_sizes["streams"] == 0
+    assert (
+        block.block_sizes == {"streams": STREAMS, "hidden": HIDDEN, "mlp_dim": 0} and mixer.block_sizes["streams"] == 0
+    )
 
 
 @pytest.mark.filterwarnings("ignore:target_parameters=.*no parameter was matched:RuntimeWarning")

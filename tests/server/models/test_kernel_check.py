@@ -32,17 +32,17 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
     [
         (
             GatedDeltaNetShape(2, 6, 16, 8, 3),
-            {"streams": 4, "hidden": 128},
+            {"streams": 4, "hidden": 128, "mlp_dim": 40},
             {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 16, "value_dim": 8, "conv_width": 3}
-            | {"streams": 4, "hidden": 128, "raw_gates": False},
-            {"conv1d", "gated_delta", "lora", "norm", "mhc"},
+            | {"streams": 4, "hidden": 128, "mlp_dim": 40, "raw_gates": False},
+            {"conv1d", "gated_delta", "lora", "residual", "norm", "mhc", "activation"},
         ),
         (
             GatedDeltaNetShape(2, 6, 16, 8, 3, doubles_updates=True),
             {},
             {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 16, "value_dim": 8, "conv_width": 3}
             | {"raw_gates": True},
-            {"conv1d", "gated_delta", "lora", "norm"},
+            {"conv1d", "gated_delta", "lora", "residual", "norm"},
         ),
         (
             Mamba2Shape(2, 4, 16, 8, 3, 1, (0.1, math.inf), has_conv_bias=True, has_bias=False),
@@ -50,7 +50,7 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
             {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 16, "value_dim": 8, "conv_width": 3}
             | {"norm_groups": 1, "dt_limit": (0.1, math.inf), "has_conv_bias": True, "recurrence": "mamba2"}
             | {"norms_first": False},
-            {"conv1d", "mamba2", "lora", "norm"},
+            {"conv1d", "mamba2", "lora", "residual", "norm"},
         ),
         (
             AttentionShape(6, 2, 32, 8, 1e4, 512),
@@ -59,14 +59,14 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
             | {"page_size": 32, "recurrence": "attention", "is_gated": True, "norms_heads": True}
             | {"hidden": 48, "num_experts": 12, "expert_dim": 16}
             | {"router": Router(3, normalize=False, num_shared=2, shared_gate=True), "expert_activation": "silu"},
-            {"attention", "lora", "rotary", "moe"},
+            {"attention", "lora", "residual", "rotary", "moe"},
         ),
         (
             AttentionShape(6, 2, 32, 0, 1.0, 512, is_gated=False, qk_norm=QkNorm.NONE),
             {},
             {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 32, "value_dim": 32, "rotary_dim": 2}
             | {"page_size": 32, "recurrence": "attention", "is_gated": False, "norms_heads": False},
-            {"attention", "lora", "rotary"},
+            {"attention", "lora", "residual", "rotary"},
         ),
     ],
     ids=lambda value: type(value).__name__,

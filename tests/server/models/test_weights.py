@@ -10,6 +10,7 @@ import pytest
 import torch
 from rigs.adapter_cases import CONFIG, NEXT, QWEN3_5, MemoryTensors, base_weights
 from rigs.layer_weights import MixerWeights, block_weights, mixer_weights
+from rigs.small_models import BAMBA, EXPERTS, GRANITE, HYBRID, OLMO
 from torch import Tensor
 
 from deltaline_server.checkpoints.checkpoint import Checkpoint
@@ -166,3 +167,60 @@ def test_random_weights_are_the_same_for_every_rank_and_choice_of_layers(config:
     whole, part = draw([0, 1], 0, 1), draw([1], 1, 2)
     assert torch.equal(part.out_proj, whole.out_proj[:, 12:])
     assert torch.equal(part.A_log, whole.A_log[3:])
+
+
+def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same with each expert's weights by themselves."""
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        stem, _, stack = name.rpartition(".experts.")
+        if not stem:
+            found[name] = tensor
+            continue
+        for i, expert in enumerate(tensor):
+            parts = dict(zip(("gate", "up"), expert.chunk(2), strict=True)) if "gate" in stack else {"down": expert}
+            found |= {f"{stem}.experts.{i}.{part}_proj.weight": weight for part, weight in parts.items()}
+    return found
+
+
+def respelled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same with convolutions in parts."""
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        stem, is_conv, _ = name.partition("conv1d.weight")
+        parts = [f"{stem}{part}_conv1d.weight" for part in "qkv"] if is_conv else [name]
+        found |= dict(zip(parts, tensor.tensor_split(len(parts)), strict=True))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        (HYBRID, dict),
+        (EXPERTS, dict),
+        (EXPERTS, one_by_one),
+        (BAMBA | {"attention_bias": True, "mlp_bias": True}, dict),
+        (GRANITE, dict),
+        (OLMO, dict),
+        (OLMO, respelled),
+        (HYBRID | {"hc_mult": 2}, dict),
+    ],
+)
+def test_a_layer_is_stored_as_what_is_read_for_it(
+    config: dict[str, Any], change: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> None:
+    """So that all of it, and nothing else, is read ahead."""
+    parsed, reads = ModelConfig.from_mapping(config), set[str]()
+    drawn = random_init(parsed, range(2), Scope.BLOCK, 0)
+
+    class Read(MemoryTensors):
+        def read(self, name: str, rows: slice, columns: slice) -> Tensor:
+            reads.add(name)
+            return super().read(name, rows, columns)
+
+    source = Read(change({name: drawn.read(name, slice(None), slice(None)) for name in drawn.names}))
+    loader = LayerLoader(source, parsed, range(2), Scope.BLOCK, WHOLE)
+    for layer in range(2):
+        reads.clear()
+        loader.block(layer, {})
+        assert reads == set(loader.stored(layer)) != set()

@@ -62,7 +62,8 @@ MODELS = {
     "bamba": small_models.BAMBA | {"mlp_bias": True},
     "granite": small_models.GRANITE,
     "olmo": small_models.OLMO,
-    "falcon": small_models.FALCON,
+    "nemotron": small_models.NEMOTRON | {"use_bias": True},
+    "falcon": small_models.FALCON | {"projectors_bias": True, "mlp_bias": True},
 }
 Capture = pytest.CaptureFixture[str]
 # Modules whose objects hold weights.
@@ -70,7 +71,14 @@ OWN = "deltaline_server", "deltaline_kernels.mhc"
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"dtype": "bfloat16", "state_dtype": "bfloat16", "max_sequences": 5, "max_draft_tokens": 3},
-    {"scope": "mixer", "page_size": 16, "max_context": 100, "adapter_bytes": 1 << 20, "adapter_slots": 3},
+    {
+        "scope": "mixer",
+        "spans": "auto",
+        "page_size": 16,
+        "max_context": 100,
+        "adapter_bytes": 1 << 20,
+        "adapter_slots": 3,
+    },
     {"layers": "1:2", "state_bytes": 3 << 20},
     {"host_state_bytes": 1 << 20, "max_context": 100, "page_size": 16},
 ]

@@ -47,6 +47,7 @@ NUMBERED = """
     snapshots snapshots_pinned snapshot_lines_used snapshot_lines_capacity
     snapshots_captured_total snapshots_restored_total snapshots_evicted_total snapshots_expired_total
     sequences_moved_total moves_failed_total
+    moved_bytes_ahead_total moved_bytes_frozen_total moved_ahead_seconds_total moved_frozen_seconds_total
 """
 
 
@@ -147,7 +148,7 @@ def test_every_gauge_and_total_reads_its_own_number() -> None:
         principals=SimpleNamespace(names=dict.fromkeys(range(35), "a"), num_refused=36),
         unknown_handles=lambda: 37,
         tiers={},
-        moves=SimpleNamespace(num_moved=46, num_failed=47),
+        moves=SimpleNamespace(num_moved=46, num_failed=47, bytes_ahead=48, bytes_frozen=49, ahead_s=50, frozen_s=51),
     )
     names = re.findall(r"\w+", NUMBERED)
     read = {name: sample(metrics, f"deltaline_{name}") for name in names}

@@ -14,6 +14,7 @@ from google.rpc import status_pb2
 from grpc.aio import EOF, AbortError
 
 from deltaline import link
+from deltaline.wire import Buffer
 from deltaline_server.errors import RequestError
 from deltaline_server.front import replies
 from deltaline_server.front.interceptor import Context, bug
@@ -29,8 +30,11 @@ _DETAILS = "grpc-status-details-bin"
 class Line(Protocol):
     """What a call needs of its connection."""
 
-    def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> bytes:
+    def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> Buffer:
         """The bytes of a message that came; num_taken: what the client may send for it. Raises RequestError."""
+
+    def put_back(self, call: Call, place: link.Place, num_taken: int) -> None:
+        """A message that was read in its place was used."""
 
     async def reply(self, call: Call, body: bytes, flags: int) -> None:
         """Send a message of the call, and return once its reader has room for another."""
@@ -44,8 +48,8 @@ class Line(Protocol):
 
 class Call:
     """A call, from its packet to its status. share: what it makes the server hold counts to it. room: set while a reply
-    waits for the client's Place. in_hand_bytes: of the message that the handler has, as counted. hold_s: for how long
-    a front end keeps its status back.
+    waits for the client's Place. in_hand_bytes: of the message that the handler has, as counted; in_hand: where it lies
+    if it is read there, and what the client may send for it. hold_s: for how long a front end keeps its status back.
 
     To handlers it is what grpc.aio's context is to them: `read`, `abort`, `time_remaining` and their kin.
     """
@@ -62,8 +66,10 @@ class Call:
         timeout_us: int,
         client: Peer,
         share: Share,
+        reads_in_place: bool,
     ) -> None:
-        """handler: one that the Interceptor has wrapped. client: who it is from."""
+        """handler: one that the Interceptor has wrapped. client: who it is from. reads_in_place: whether messages are
+        not copied for it."""
         self._line, self.number, self._client, self.share = line, number, client, share
         self._handler, self._metadata = handler, metadata
         self._deadline_s = time.monotonic() + timeout_us * 1e-6 if timeout_us else None
@@ -72,6 +78,7 @@ class Call:
         self._came: asyncio.Future[None] | None = None
         self._num_taken = self._bytes_taken = 0
         self.in_hand_bytes, self.hold_s = 0, 0.0
+        self.reads_in_place, self.in_hand = reads_in_place, cast("tuple[link.Place, int] | None", None)
         self._code, self._text, self._trailing = grpc.StatusCode.OK, "", cast("Sequence[tuple[str, str | bytes]]", ())
         self.room: asyncio.Future[link.Place] | None = None
         self._unread_bytes = 0
@@ -110,7 +117,10 @@ class Call:
         lie."""
         num_bytes = self.in_hand_bytes + sum(len(message) for message in self._messages if isinstance(message, bytes))
         places = [message for message in self._messages if isinstance(message, link.Place)]
+        if self.in_hand is not None:
+            places.append(self.in_hand[0])
         self._messages.clear()
+        self.in_hand = None
         return num_bytes, places
 
     async def run(self) -> None:
@@ -159,6 +169,9 @@ class Call:
         """The next message, or EOF behind the last. The handler is done with the one before."""
         self.share.give_back(self.in_hand_bytes)
         self.in_hand_bytes = 0
+        if self.in_hand is not None:
+            (place, num_taken), self.in_hand = self.in_hand, None
+            self._line.put_back(self, place, num_taken)
         while not self._messages:
             if self._has_all:
                 return EOF

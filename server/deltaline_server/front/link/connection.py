@@ -12,11 +12,13 @@ from typing import Any
 from google.rpc import code_pb2, status_pb2
 
 from deltaline import link
+from deltaline.wire import Buffer
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.front import replies
 from deltaline_server.front.link.call import Call
 from deltaline_server.front.link.held import Held
 from deltaline_server.front.link.memory import ClientMemory
+from deltaline_server.front.link.methods import IN_PLACE
 from deltaline_server.front.link.packet_socket import PacketSocket
 from deltaline_server.front.trust.peer import Peer
 from deltaline_server.log import event
@@ -147,7 +149,8 @@ class Connection:
         client, share = self._peer, self._share
         if self._is_front_end:
             client, share = Peer.read(envelope.client), self._served.held.join(lambda why: self._overfull(call, why))
-        call = Call(self, envelope.call, handler, metadata, timeout_us, client, share)
+        in_place = envelope.method in IN_PLACE
+        call = Call(self, envelope.call, handler, metadata, timeout_us, client, share, in_place)
         try:
             call.add(self._message(call, envelope, packet), bool(envelope.flags & link.LAST))
         except Exception:
@@ -193,7 +196,7 @@ class Connection:
         if call in self._tasks:
             self._tasks[call].cancel()
 
-    def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> bytes:
+    def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> Buffer:
         """The bytes of a message; num_taken: what the client may send for it. Raises RequestError."""
         if isinstance(message, bytes):
             if num_taken:
@@ -209,9 +212,18 @@ class Connection:
             call.share.take(message.size)
             if self._is_over:
                 raise asyncio.CancelledError  # as it is: it held the most
-            return self._served.regions.copy_out(*message, self._peer.address)
+            if not call.reads_in_place:
+                return self._served.regions.copy_out(*message, self._peer.address)
+            view = self._served.regions.view(*message, self._peer.address)
+            call.in_hand = message, num_taken
+            return view
         finally:
-            self._let_go(call.number, message, num_taken)
+            if call.in_hand is None:
+                self._let_go(call.number, message, num_taken)
+
+    def put_back(self, call: Call, place: link.Place, num_taken: int) -> None:
+        """A message that was read in its place was used."""
+        self._let_go(call.number, place, num_taken)
 
     def _let_go(self, number: int, place: link.Place, num_taken: int = 0) -> None:
         """Tell the client that the place of a call's message is its own again."""

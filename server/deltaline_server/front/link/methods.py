@@ -10,6 +10,10 @@ import grpc
 
 from deltaline_server.front.interceptor import Interceptor
 
+IN_PLACE = frozenset({b"/deltaline.v1.StateService/ImportState"})
+"""Methods whose handlers copy each message before they ask for the next, and judge the copy: for them none is copied
+out of link memory."""
+
 
 @dataclass(frozen=True)
 class _Details(grpc.HandlerCallDetails):

@@ -50,7 +50,7 @@ class ShareTransfer:
     def follow(self, told: Told) -> None:
         """Do on another rank what rank 0 has told; on the stream and thread on which it would copy."""
         kind, spans, place = _heard(told, self.layout.num_spans)
-        share = self.room(spans)
+        share = self.room(spans, place)
         if kind == _GATHER:
             self.gather(spans, place, np.zeros((spans[0].num_commits, COMMIT_FIELDS), dtype=np.int64), share)
             self._way.give(torch.from_numpy(share), 0)
@@ -58,9 +58,9 @@ class ShareTransfer:
             self._way.take(torch.from_numpy(share), 0)
             self.scatter(spans, place, share)
 
-    def room(self, spans: Sequence[SpanProgress]) -> Bytes:
+    def room(self, spans: Sequence[SpanProgress], place: StatePlace) -> Bytes:
         """Memory for a share."""
-        return np.empty(state_bytes(self.layout.sections(spans)), dtype=np.uint8)
+        return np.empty(state_bytes(place.layout(self.layout).sections(spans)), dtype=np.uint8)
 
     def gather(self, spans: Sequence[SpanProgress], place: StatePlace, commits: Commits, share: Bytes) -> None:
         """Fill a share's memory, and wait until that is done."""
@@ -87,24 +87,24 @@ class SharedTransfer:
 
     def gather(self, spans: Sequence[SpanProgress], place: StatePlace, commits: Commits, memory: Bytes) -> None:
         """As StateTransfer.gather; and it has ended."""
-        share = self._own.room(spans)
+        share = self._own.room(spans, place)
         self._tell(_told(_GATHER, spans, place))
         self._own.gather(spans, place, commits, share)
-        for section in self._layout.sections(spans):
+        for section in place.layout(self._layout).sections(spans):
             memory[section.offset + section.num_bytes : section.end] = 0
         for rank in range(self._way.world_size):
             if rank:
                 self._way.take(torch.from_numpy(share), rank)
-            for whole, part in self._places(spans, rank):
+            for whole, part in self._places(spans, place, rank):
                 memory[whole] = share[part]
 
     def scatter(self, spans: Sequence[SpanProgress], place: StatePlace, memory: Bytes) -> None:
         """As StateTransfer.scatter; and it has ended."""
-        share = self._own.room(spans)
+        share = self._own.room(spans, place)
         self._tell(_told(_SCATTER, spans, place))
         for rank in reversed(range(self._way.world_size)):
             share[:] = 0
-            for whole, part in self._places(spans, rank):
+            for whole, part in self._places(spans, place, rank):
                 share[part] = memory[whole]
             if rank:
                 self._way.give(torch.from_numpy(share), rank)
@@ -114,12 +114,12 @@ class SharedTransfer:
         """As StateTransfer.commits."""
         return self._own.commits(spans, memory)
 
-    def _places(self, spans: Sequence[SpanProgress], rank: int) -> list[tuple[slice, slice]]:
+    def _places(self, spans: Sequence[SpanProgress], place: StatePlace, rank: int) -> list[tuple[slice, slice]]:
         """Where each section of a rank's share lies in a whole state, and in the share; replies, which are written
         elsewhere, are left alone, and rank 0 alone has commits."""
         found = []
-        sections = zip(self._layout.sections(spans), self._own.layout.sections(spans), strict=True)
-        for whole, part in sections:
+        layouts = place.layout(self._layout), place.layout(self._own.layout)
+        for whole, part in zip(*(one.sections(spans) for one in layouts), strict=True):
             if whole.part is Part.REPLY or (whole.part is Part.COMMITS and rank):
                 continue
             offset, length = whole.offset, whole.num_bytes
@@ -131,16 +131,22 @@ class SharedTransfer:
 
 
 def _told(kind: int, spans: Sequence[SpanProgress], place: StatePlace) -> Told:
-    """A gather or scatter as integers: its kind, each span's progress and line, then the pages."""
-    numbers = [kind, *(value for span in spans for value in span.values), *place.lines, *place.pages.tolist()]
+    """A gather or scatter as integers: its kind, how many lines, each span's progress, the lines, then the pages."""
+    numbers = [
+        kind,
+        len(place.lines),
+        *(value for span in spans for value in span.values),
+        *place.lines,
+        *place.pages.tolist(),
+    ]
     return np.array(numbers, dtype=np.int64).view(np.int32)
 
 
 def _heard(told: Told, num_spans: int) -> tuple[int, list[SpanProgress], StatePlace]:
     numbers = told.view(np.int64)
-    kind, values, rest = int(numbers[0]), numbers[1:], num_spans * NUM_PROGRESS_FIELDS
+    (kind, num_lines), values, rest = numbers[:2].tolist(), numbers[2:], num_spans * NUM_PROGRESS_FIELDS
     spans = [SpanProgress(*row) for row in values[:rest].reshape(num_spans, -1).tolist()]
-    lines, pages = values[rest : rest + num_spans], values[rest + num_spans :]
+    lines, pages = values[rest : rest + num_lines], values[rest + num_lines :]
     return kind, spans, StatePlace(tuple(lines.tolist()), pages.astype(np.int32))
 
 

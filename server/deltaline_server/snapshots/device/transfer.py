@@ -31,10 +31,15 @@ Commits = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StatePlace:
-    """Where a state lies in the pool: the line of each span, NULL_LINE where none was begun, and its pages in order."""
+    """Where a state lies in the pool: the line of each span, NULL_LINE where none was begun, and its pages in order,
+    without those that went ahead. No lines: it is keys and values alone, which go ahead."""
 
     lines: tuple[int, ...]
     pages: NDArray[np.int32]
+
+    def layout(self, layout: StateLayout) -> StateLayout:
+        """What follows for the state that lies there, of the layout of whole ones."""
+        return layout if self.lines else layout.pages
 
 
 class StateTransfer:
@@ -65,23 +70,29 @@ class StateTransfer:
         commits: int64 [n, 3], those that are fixed, kept with span 0.
         """
         host = torch.from_numpy(memory)
-        for piece in self._plans.find(spans, place.lines).pieces:
+        for piece in self._plans.find(spans, place.lines).pieces if place.lines else ():
             if piece.has_gaps:
                 piece.staged.zero_()
             for run in piece.runs:
                 run.staged.copy_(run.lines[place.lines[run.span]])
             host[piece.begin : piece.end].copy_(piece.staged, non_blocking=True)
-        sections = [section for section in self._layout.sections(spans) if section.part not in LINE_PARTS]
+        found = place.layout(self._layout).sections(spans)
+        sections = [section for section in found if section.part not in LINE_PARTS]
         for section in sections:
             if section.part is Part.COMMITS:
                 section.view(memory).view(np.int64)[...] = commits
-            memory[section.offset + section.num_bytes : section.end] = 0
-        self._gather_tokens(sections, place.pages, host)
+        self._gather_tokens(sections, place.pages, memory)
 
     def scatter(self, spans: Sequence[SpanProgress], place: StatePlace, memory: Bytes) -> None:
         """Begin to put a state from its memory into the pool: into lines that nobody reads, of which what the state
         does not hold becomes zero, and pages, as many as its tokens need."""
-        host, plan = torch.from_numpy(memory), self._plans.find(spans, place.lines)
+        host = torch.from_numpy(memory)
+        if place.lines:
+            self._scatter_lines(spans, place, host)
+        self._scatter_tokens(place.layout(self._layout).sections(spans), place.pages, host)
+
+    def _scatter_lines(self, spans: Sequence[SpanProgress], place: StatePlace, host: Tensor) -> None:
+        plan = self._plans.find(spans, place.lines)
         for span, lines in plan.cleared:
             if place.lines[span] != NULL_LINE:
                 lines[place.lines[span]].zero_()
@@ -90,7 +101,6 @@ class StateTransfer:
             for run in piece.runs:
                 if place.lines[run.span] != NULL_LINE:
                     run.lines[place.lines[run.span]].copy_(run.staged)
-        self._scatter_tokens(self._layout.sections(spans), place.pages, host)
 
     def commits(self, spans: Sequence[SpanProgress], memory: Bytes) -> Commits:
         """The fixed commits of a state in memory, int64 [n, 3]."""
@@ -100,8 +110,10 @@ class StateTransfer:
                 return found
         return np.zeros((0, 3), dtype=np.int64)
 
-    def _gather_tokens(self, sections: Sequence[Section], pages: NDArray[np.int32], host: Tensor) -> None:
-        for block, taken, ordered, targets, index in self._token_pieces(sections, pages, host):
+    def _gather_tokens(self, sections: Sequence[Section], pages: NDArray[np.int32], memory: Bytes) -> None:
+        for section in sections:
+            memory[section.offset + section.num_bytes : section.end] = 0
+        for block, taken, ordered, targets, index in self._token_pieces(sections, pages, torch.from_numpy(memory)):
             torch.index_select(block, 1, index, out=taken)
             tokens = ordered.shape[2]
             ordered.copy_(taken.flatten(1, 2)[:, :tokens].transpose(1, 2))

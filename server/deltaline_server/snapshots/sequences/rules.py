@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields, replace
 
-from deltaline_server.snapshots.header import Flaw, StateFileError
+from deltaline_server.snapshots.header import Flaw, StateFileError, StateHeader
 from deltaline_server.snapshots.layout import SpanProgress
 
 
@@ -17,6 +18,30 @@ def check_progress(spans: Sequence[SpanProgress], max_draft: int) -> None:
             if not low <= value <= high:
                 message = f"spans[{index}].{name}: expected {low} .. {high}, got {value}"
                 raise StateFileError(Flaw.SECTIONS, message)
+
+
+def check_ahead(header: StateHeader, before: StateHeader | None, paged: Collection[int]) -> None:
+    """Raise StateFileError unless a state is of the sequence whose pages came before it, and begins where they end.
+
+    before: of the last of them, None where none came. paged: the spans that have pages.
+    """
+    came = 0 if before is None else max(span.position for span in before.spans)
+    if before is not None and _whose(header) != _whose(before):
+        message = "expected the owner and the adapter of the sequence whose pages came before, got others"
+        raise StateFileError(Flaw.SECTIONS, message)
+    end = max(span.position for span in header.spans)
+    for index, span in enumerate(header.spans):
+        expected = replace(span, ahead=came if index in paged else 0)
+        if header.is_pages:
+            expected = SpanProgress(position=max(end, came + 1), ahead=came) if index in paged else SpanProgress()
+        for field, value, wanted in zip(fields(span), span.values, expected.values, strict=True):
+            if value != wanted:
+                message = f"spans[{index}].{field.name}: expected {wanted}, got {value}"
+                raise StateFileError(Flaw.SECTIONS, message)
+
+
+def _whose(header: StateHeader) -> tuple[bool, str, str, bytes]:
+    return header.is_sequence, header.owner, header.adapter, header.adapter_hash
 
 
 def _limits(index: int, span: SpanProgress, max_draft: int) -> Iterator[tuple[str, tuple[int, int]]]:

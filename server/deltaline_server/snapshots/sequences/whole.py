@@ -1,7 +1,8 @@
 """Sequences to host memory, and from there: all that the ledger, the kept replies, lines and pages have of each.
 
-Nothing is captured: what is copied is what the sequence reads and nobody writes, since its steps wait meanwhile. And
-what comes is written into the line and the pages of a sequence whose handle nobody knows yet.
+Nothing is captured: what is copied is what the sequence reads and nobody writes, since its steps wait meanwhile, or
+since it lies in pages that are full of committed tokens, which can go ahead. And what comes is written into the line
+and the pages of a sequence whose handle nobody knows yet.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.device.transfer import StatePlace
 from deltaline_server.snapshots.header import StateFileError, StateHeader
@@ -72,8 +75,8 @@ class WholeSequences:
 
     # -- out -------------------------------------------------------------------------------------------------------
 
-    def read(self, id: bytes, slot: int, owner: Principal) -> WholeSequence:
-        """What is to be stored of a slot's sequence, under an id."""
+    def read(self, id: bytes, slot: int, owner: Principal, ahead: int) -> WholeSequence:
+        """What is to be stored of a slot's sequence, under an id, without the pages of tokens that went ahead."""
         table = self._table
         whole, half = table.ledger.whole(slot), table.draft_half[:, slot].tolist()
         replies = [table.replies.get(span, slot) for span in range(table.ledger.num_spans)]
@@ -96,22 +99,10 @@ class WholeSequences:
                     records_1=drafts if half[span] else 0,
                     num_commits=0 if span else len(whole.fixed),
                     reply_bytes=reply_bytes(reply),
+                    ahead=ahead if span in self._layout.paged_spans else 0,
                 )
             )
-        adapter = table.adapters.of(slot)
-        header = StateHeader(
-            id,
-            self._fingerprint,
-            owner.name,
-            tuple(spans),
-            adapter.name,
-            adapter.content_hash,
-            self._clock_ns(),
-            is_sequence=True,
-        )
-        pages = np.zeros(0, dtype=np.int32)
-        if table.pages is not None:
-            pages = table.pages.of(int(table.write_line[slot]), self._num_paged_tokens(spans))
+        header, pages = self._header(id, slot, owner, spans), self._pages(slot, spans, ahead)
         commits = np.array([(*at, count) for at, count in whole.fixed.items()], dtype=np.int64).reshape(-1, 3)
         place = StatePlace(tuple(table.read_line[:, slot].tolist()), pages)
         return WholeSequence(header, place, commits, tuple(reply if reply_bytes(reply) else None for reply in replies))
@@ -134,40 +125,114 @@ class WholeSequences:
         if not await self._host.store(whole.header, copy_in):
             raise self._host.no_room(0)
 
+    def num_settled(self, slot: int) -> int:
+        """Leading tokens of a slot's sequence whose keys and values no step writes any more."""
+        positions = self._table.ledger.done.position[sorted(self._layout.paged_spans), slot]
+        return int(positions.min()) if len(positions) else 0
+
+    async def store_pages(self, id: bytes, slot: int, owner: Principal, begin: int, end: int) -> None:
+        """Copy the pages of settled tokens `begin` .. `end`, which are whole pages, to host memory under an id. If the
+        sequence ends meanwhile they may be another's. Raises as `store`."""
+        of_pages, paged = SpanProgress(position=end, ahead=begin), self._layout.paged_spans
+        spans = [of_pages if span in paged else SpanProgress() for span in range(self._layout.num_spans)]
+        header, pages = self._header(id, slot, owner, spans, is_pages=True), self._pages(slot, spans, begin)
+
+        async def copy_in(memory: Bytes) -> None:
+            await self._moves.copy(
+                partial(self._moves.transfer.gather, spans, StatePlace((), pages), NO_COMMITS, memory)
+            )
+
+        if not await self._host.store(header, copy_in):
+            raise self._host.no_room(0)
+
+    def _header(
+        self, id: bytes, slot: int, owner: Principal, spans: Sequence[SpanProgress], *, is_pages: bool = False
+    ) -> StateHeader:
+        adapter, now_ns = self._table.adapters.of(slot), self._clock_ns()
+        of_adapter = adapter.name, adapter.content_hash
+        return StateHeader(
+            id, self._fingerprint, owner.name, tuple(spans), *of_adapter, now_ns, is_sequence=True, is_pages=is_pages
+        )
+
     def forget(self, id: bytes) -> None:
-        """Let go of a sequence in host memory. Idempotent."""
+        """Let go of a sequence, or pages of one, in host memory. Idempotent."""
         self._host.release(id)
 
     # -- in --------------------------------------------------------------------------------------------------------
 
-    async def open(self, header: StateHeader, owner: Principal, lease_s: float | None) -> NDArray[np.uint64]:
+    async def open(
+        self, header: StateHeader, owner: Principal, lease_s: float | None, slot: int | None = None
+    ) -> NDArray[np.uint64]:
         """Open a sequence of a principal that goes on where one in host memory stood. Returns its handle, uint64 [1].
 
-        Raises RequestError as SequenceTable.open does, REPLY_BYTES_EXHAUSTED, PAGES_EXHAUSTED, ADAPTER_UNKNOWN, or what
-        is told of a reply that can't be; then nothing is left of it.
+        slot: of the one whose pages came ahead, None where none did. Raises RequestError as SequenceTable.open does,
+        REPLY_BYTES_EXHAUSTED, PAGES_EXHAUSTED, ADAPTER_UNKNOWN, or what is told of a reply that can't be; then nothing
+        is left of it.
         """
         table, lease_s = self._table, self._table.checked_lease(lease_s)
-        table.check_room(1, owner)
         num_bytes = sum(span.reply_bytes for span in header.spans)
-        self._reserve_replies(owner, num_bytes)
-        with self._host.use(header.id) as memory:
-            try:
-                assert memory is not None
-                replies = await asyncio.to_thread(self._read_replies, header, memory)
-                slot = self._begin(header, owner)
-            except BaseException:
-                table.replies.cancel(num_bytes)
-                raise
+        with self._host.use(header.id) as memory, ExitStack() as undone:
+            assert memory is not None
+            if slot is not None:
+                undone.callback(self.end, slot)
+            elif any(span.ahead for span in header.spans):  # they ended with the call that they came by
+                message = "chunk: expected the pages that went ahead, got none"
+                raise RequestError(Reason.INVALID_REQUEST, message, field="chunk")
+            else:
+                table.check_room(1, owner)
+            self._reserve_replies(owner, num_bytes)
+            reserved = undone.enter_context(ExitStack())
+            reserved.callback(table.replies.cancel, num_bytes)
+            replies, came = await asyncio.to_thread(self._read_replies, header, memory), slot
+            slot = self.make_room(came, header, owner)
+            if came is None:
+                undone.callback(self.end, slot)
+            reserved.pop_all()
             for span, reply in replies.items():
                 table.replies.put_one(span, slot, reply, header.spans[span].reply_bytes)
-            handles = table.handles(np.array([slot]))
-            try:
-                await self._land(header, slot, memory)
-            except BaseException:
-                table.close(table.server_epoch, handles, owner)
-                raise
+            await self._land(header, slot, memory)
+            table.check_room(0, owner)  # else a drain that has begun meanwhile would wait for it
+            undone.pop_all()
         table.lease(slot, lease_s)
-        return handles
+        return table.handles(np.array([slot]))
+
+    @property
+    def paged_spans(self) -> frozenset[int]:
+        """Spans that have pages."""
+        return self._layout.paged_spans
+
+    def check_room(self, owner: Principal) -> None:
+        """Raise RequestError as SequenceTable.check_room where no sequence of a principal may begin."""
+        self._table.check_room(1, owner)
+
+    def make_room(self, slot: int | None, header: StateHeader, owner: Principal) -> int:
+        """Let a slot's sequence, or a new one where there is none, have pages for all tokens of what comes, which end
+        with a whole page where more is to come. Returns its slot. Raises RequestError as `open`; then nothing has
+        changed.
+        """
+        pages, num_tokens = self._table.pages, self._num_paged_tokens(header.spans)
+        if header.is_pages and (pages is None or num_tokens % pages.page_size):
+            message = "chunk: expected whole pages of this server ahead of a sequence, got others"
+            raise RequestError(Reason.STATE_MISMATCH, message, field="chunk")
+        if slot is None:
+            return self._begin(header, owner)
+        if pages is not None:
+            pages.grant(self._table.write_line[[slot]], np.array([num_tokens]))
+        return slot
+
+    async def land_pages(self, slot: int, header: StateHeader) -> None:
+        """Write pages that came ahead, in host memory, into those of a slot's sequence."""
+        spans, begin = header.spans, max(span.ahead for span in header.spans)
+        with self._host.use(header.id) as memory:
+            if memory is not None:  # else who wanted them has gone
+                place = StatePlace((), self._pages(slot, spans, begin))
+                await self._moves.copy(partial(self._moves.transfer.scatter, spans, place, memory))
+
+    def end(self, slot: int) -> None:
+        """Close a slot's sequence that was not opened."""
+        table = self._table
+        owner = table.principals[int(table.principal[slot])]
+        table.close(table.server_epoch, table.handles(np.array([slot])), owner)
 
     def _read_replies(self, header: StateHeader, memory: Bytes) -> dict[int, KeptReply]:
         try:
@@ -202,17 +267,25 @@ class WholeSequences:
     async def _land(self, header: StateHeader, slot: int, memory: Bytes) -> None:
         """Write what a sequence reads, and let its books say so."""
         table, spans = self._table, header.spans
-        line, pages = int(table.write_line[slot]), np.zeros(0, dtype=np.int32)
+        line, ahead = int(table.write_line[slot]), max(span.ahead for span in spans)
         if table.pages is not None:
-            pages = table.pages.of(line, self._num_paged_tokens(spans))
-            self._place_pages(PagesPlaced(np.array([line]), pages[None], np.zeros((2, 0), dtype=np.int64)))
+            rows = self._pages(slot, spans, 0)[None]
+            self._place_pages(PagesPlaced(np.array([line]), rows, np.zeros((2, 0), dtype=np.int64)))
         # What no token has reached is as no line, which is zero.
         read_line = [line if span.step or span.position else NULL_LINE for span in spans]
-        place, transfer = StatePlace(tuple(read_line), pages), self._moves.transfer
+        place, transfer = StatePlace(tuple(read_line), self._pages(slot, spans, ahead)), self._moves.transfer
         await self._moves.copy(partial(transfer.scatter, spans, place, memory))
         table.read_line[:, slot] = read_line
         table.draft_half[:, slot] = [span.draft_half for span in spans]
         table.ledger.go_on(slot, _progress(spans, transfer.commits(spans, memory)))
+
+    def _pages(self, slot: int, spans: Sequence[SpanProgress], ahead: int) -> NDArray[np.int32]:
+        """The pages of a slot's tokens but those that are ahead, which are whole pages."""
+        pages = self._table.pages
+        if pages is None:
+            return np.zeros(0, dtype=np.int32)
+        of_all = pages.of(int(self._table.write_line[slot]), self._num_paged_tokens(spans))
+        return of_all[ahead // pages.page_size :]
 
     def _num_paged_tokens(self, spans: Sequence[SpanProgress]) -> int:
         """Tokens that a sequence has pages for."""
@@ -221,6 +294,7 @@ class WholeSequences:
 
 
 NO_LINES = np.zeros(0, dtype=np.int64)
+NO_COMMITS = np.zeros((0, 3), dtype=np.int64)
 
 
 def _progress(spans: Sequence[SpanProgress], commits: NDArray[np.int64]) -> WholeProgress:

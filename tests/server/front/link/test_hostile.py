@@ -136,7 +136,7 @@ async def test_packets_out_of_turn_end_the_connection(raw: RawLink, packets: lis
 
 def test_messages_behind_the_last_or_beyond_the_window_are_refused() -> None:
     line: Any = None
-    call, full = (Call(line, number, None, (), 0, Peer("client"), line) for number in (1, 2))
+    call, full = (Call(line, number, None, (), 0, Peer("client"), line, False) for number in (1, 2))
     call.add(b"", is_last=True)
     with pytest.raises(link.LinkError, match="expected nothing more for call 1, which had its last message"):
         call.add(b"", is_last=False)

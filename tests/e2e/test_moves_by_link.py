@@ -1,0 +1,100 @@
+"""Sequences that are moved by the local link of a server on this host: its memory carries what is large."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from e2e.conftest import server_of
+from e2e.test_moves import pair, reasons, refused_target
+from e2e.test_state_files import HOST, folder_of
+from rigs.link_proxy import LinkProxy
+from rigs.move_faults import Clock, live_through
+from rigs.moved_sequences import DECODE, PREFILL, Calls, all_kinds
+from rigs.principals import entry, headers, write_principals
+from rigs.small_models import HYBRID
+
+from deltaline_server.app import Server
+from deltaline_server.snapshots import exchange
+
+
+@asynccontextmanager
+async def linked_pair(tmp_path: Path, of_target: Any = None, **options: Any) -> AsyncIterator[tuple[Server, Server]]:
+    """Two servers, of which the first may move sequences to the second by its link alone."""
+    path = folder_of(tmp_path, "run") / "link.sock"
+    path.parent.chmod(0o700)
+    there = {"link": str(path), "advertise": "127.0.0.1", **(of_target or {})}
+    options = {"page_size": 16, "move_peers": f"link:{path}", **options}
+    async with pair(tmp_path, HYBRID, of_target=there, **options) as (source, target):
+        yield source, target
+
+
+def link_of(server: Server) -> str:
+    return f"link:{server.link.path}"
+
+
+async def test_a_sequence_and_its_pages_go_by_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "AHEAD_BYTES", 200_000)  # files that a packet has no room for, several of them
+    async with linked_pair(tmp_path) as (source, target), Calls() as calls:
+        one, twin = await calls.open(source.address, 2)
+        for each in (one, twin):
+            await each.step(PREFILL, 2000)
+        assert not reasons(await calls.move([one], link_of(target))) and one.address == target.address
+        assert source.runtime.mover.bytes_ahead > 2000 // 16 * 16 * 256 > 2 * 200_000
+        assert await all_kinds(one) == await all_kinds(twin)
+
+
+async def test_a_link_that_is_not_listed_or_nobody_s_is_refused(tmp_path: Path) -> None:
+    nobody = f"link:{tmp_path}/none.sock"
+    async with linked_pair(tmp_path, move_peers=nobody) as (source, target), Calls() as calls:
+        [one] = await calls.open(source.address)
+        for address in (nobody, link_of(target), target.address):
+            await refused_target(calls, one, address)
+
+
+async def test_who_comes_by_the_link_needs_the_role_too(tmp_path: Path) -> None:
+    here = write_principals(tmp_path / "here.toml", entry("a", "step"))
+    there = tmp_path / "there.toml"
+    write_principals(there, entry("a", "step"), entry("us", "step", uids=[os.getuid()]))
+    options: Any = {"principals": here, "of_target": {"principals": str(there)}}
+    async with linked_pair(tmp_path, **options) as (source, target), Calls(metadata=headers("a")) as calls:
+        [one] = await calls.open(source.address)
+        await one.step(PREFILL, 40)
+        assert reasons(await calls.move([one], link_of(target))) == {0: "MOVE_TARGET_REFUSED"}
+        await one.step(DECODE)
+
+
+async def test_who_comes_by_the_link_with_the_role_moves_for_others(tmp_path: Path) -> None:
+    here = write_principals(tmp_path / "here.toml", entry("a", "step"))
+    there = write_principals(tmp_path / "there.toml", entry("a", "step"), entry("us", "peer", uids=[os.getuid()]))
+    options: Any = {"principals": here, "of_target": {"principals": there}}
+    async with linked_pair(tmp_path, **options) as (source, target), Calls(metadata=headers("a")) as calls:
+        [one] = await calls.open(source.address)
+        await one.step(PREFILL, 40)
+        assert not reasons(await calls.move([one], link_of(target)))
+
+
+@pytest.mark.parametrize("rounds", [8, pytest.param(400, marks=[pytest.mark.sweep, pytest.mark.timeout(1800)])])
+async def test_links_that_break_leave_one_owner(tmp_path: Path, rounds: int) -> None:
+    random, num_moved, clock = Random(rounds), 0, Clock()
+    # The first ends before the other server has said who it is; each second one lasts, so that something is moved.
+    lives = (1 << 60 if number % 2 else random.randrange(2, 14) if number else 2 for number in range(10**6))
+    folder_of(tmp_path, "run").chmod(0o700)
+    options = {"page_size": 16, **HOST}
+    there = options | {"link": str(tmp_path / "run" / "link.sock"), "advertise": "127.0.0.1"}
+    target = server_of(HYBRID, folder_of(tmp_path, "target"), "cpu", **there)
+    async with Server(target.config, clock=clock) as target, Calls() as calls:
+        with LinkProxy(tmp_path / "run", str(tmp_path / "run" / "link.sock"), lives) as proxy:
+            address = f"link:{proxy.path}"
+            async with server_of(HYBRID, tmp_path, "cpu", link="off", move_peers=address, **options) as source:
+                for _ in range(rounds):
+                    num_tokens = random.choice((5, 50))
+                    what = await live_through(calls, source, target, clock, random, address, num_tokens)
+                    num_moved += what[0]
+                    assert what[1] <= 1 - what[0], "one copy, however often it was asked for"
+            assert proxy.kills >= 1 and 0 < num_moved < rounds
