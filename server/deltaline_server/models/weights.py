@@ -137,12 +137,13 @@ class LayerLoader:
         self, source: TensorSource, config: ModelConfig, layers: Sequence[int], scope: Scope, placement: Placement
     ) -> None:
         self._source, self._config = RespelledTensors(source, config.family.spellings), config
-        # Streams have another thing than a sum behind a branch, and a norm there wants the whole.
-        is_plain = config.streams is None and not config.family.blocks.norms_outputs
-        leaves_summands = scope is Scope.BLOCK and is_plain
-        self._placement = replace(placement, leaves_summands=leaves_summands)
         self._kinds = kinds = layer_kinds(config, layers, scope)
         distinct = dict.fromkeys(kinds.values())
+        # Streams have another thing than a sum behind a branch; a norm there, and the middle of a shared block, want
+        # the whole.
+        is_plain = config.streams is None and not config.family.blocks.norms_outputs
+        is_plain = is_plain and all(kind.mixer is not MixerKind.MAMBA2_BEHIND_ATTENTION for kind in distinct)
+        self._placement = replace(placement, leaves_summands=scope is Scope.BLOCK and is_plain)
         self._modules = {kind: served_modules(config, kind, scope) for kind in distinct}
         mixers = dict.fromkeys(kind.mixer for kind in distinct if kind.mixer is not None)
         self._mixers = {kind: mixer_family(config, kind) for kind in mixers}
