@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deltaline_bench.ranks.figures import Figures
-from deltaline_bench.ranks.fused import SumNorm
 from deltaline_kernels import rms_norm
 from deltaline_server.ranks.group import Group
 from deltaline_server.ranks.peer_memory import PeerMemory
@@ -38,7 +37,7 @@ def measure(group: Group, device: torch.device) -> int:
     }
     for size, rows in ROWS.items():
         _one_size(figures, group, ways, size, rows, device)
-    _fused(figures, group, world, ways, device)
+    _joined(figures, group, memory, ways, device)
     _alternate(figures, group, ways, device)
     return figures.num_wrong
 
@@ -69,7 +68,8 @@ def _one_size(
             continue
         same = _is_same_on_all(group, first)
         holds = torch.equal(first, again) and torch.equal(first, moved) and same
-        wrong = float((first.float() - expected.float()).abs().max())
+        # Of more than two ranks torch's kernels round at every addition.
+        wrong = float((first.float() - expected.float()).abs().max() / expected.float().abs().max())
         figures.tell(f"{size}: {name}", f"{alone:.1f} us", f"{behind:.1f} us with residual and norm")
         figures.check(
             f"{size}: {name}: repeats, ranks and places alike",
@@ -78,26 +78,21 @@ def _one_size(
         )
 
 
-def _fused(
-    figures: Figures, group: Group, world: dist.ProcessGroup, ways: Mapping[str, Way], device: torch.device
-) -> None:
-    try:
-        kernel = SumNorm(world, 256, HIDDEN, device)
-        weight = torch.randn(HIDDEN, device=device, generator=torch.Generator(device).manual_seed(5))
-        for rows in (1, 7, 64, 256):
-            x, residual = _drawn(group, rows, device), torch.randn(rows, HIDDEN, device=device).bfloat16()
-            dist.broadcast(residual, 0)
-            summed, normed = kernel(x, residual, weight, EPS)
-            expected = residual + ways["gathered, added in fp32"](x)
-            exact = torch.equal(summed, expected)
-            off = float((normed.float() - rms_norm(expected, weight, EPS).float()).abs().max())
-            again = kernel(x, residual, weight, EPS)
-            took = _time(group, lambda: kernel(x, residual, weight, EPS))  # noqa: B023 - called before the next turn
-            figures.tell(f"{rows} rows: one kernel for sum, residual and norm", f"{took:.1f} us")
-            holds = exact and off < 0.1 and torch.equal(again[1], normed) and _is_same_on_all(group, normed)
-            figures.check(f"{rows} rows: the same, right", holds, f"sum equal {exact}, norm off by {off:.4f}")
-    except Exception as error:
-        figures.check("one kernel for sum, residual and norm", False, f"{type(error).__name__}: {str(error)[:200]}")
+def _joined(figures: Figures, group: Group, memory: PeerMemory, ways: Mapping[str, Way], device: torch.device) -> None:
+    """The launch that a branch's end takes in place of three."""
+    weight = torch.randn(HIDDEN, device=device, generator=torch.Generator(device).manual_seed(5))
+    for rows in (1, 7, 64, 256):
+        x, residual = _drawn(group, rows, device), torch.randn(rows, HIDDEN, device=device).bfloat16()
+        dist.broadcast(residual, 0)
+        summed, normed = memory.join(x, residual, weight, EPS, 1.0)
+        expected = residual + ways["gathered, added in fp32"](x)
+        exact = torch.equal(summed, expected)
+        off = float((normed.float() - rms_norm(expected, weight, EPS).float()).abs().max())
+        again = memory.join(x, residual, weight, EPS, 1.0)
+        took = _time(group, lambda: memory.join(x, residual, weight, EPS, 1.0))  # noqa: B023 - called before the next turn
+        figures.tell(f"{rows} rows: one launch for sum, residual and norm", f"{took:.1f} us")
+        holds = exact and off < 0.1 and torch.equal(again[1], normed) and _is_same_on_all(group, normed)
+        figures.check(f"{rows} rows: the same, right", holds, f"sum equal {exact}, norm off by {off:.4f}")
 
 
 def _alternate(figures: Figures, group: Group, ways: Mapping[str, Way], device: torch.device) -> None:

@@ -56,11 +56,7 @@ LONG: dict[int, tuple[int, int, int, int]] = {
 }
 # Of causal long rows on a Hopper, by the size of keys and values: rows of a tile, which are queries there, keys of a
 # block, blocks of each on their way, warps.
-HOPPER: dict[int, tuple[int, int, int, int]] = {
-    64: (64, 64, 2, 4),
-    128: (64, 64, 2, 4),
-    256: (128, 64, 2, 8),
-}
+HOPPER: dict[int, tuple[int, int, int, int]] = {128: (64, 64, 2, 4), 256: (128, 64, 2, 8)}
 # Of fp32, whose products are not those of matrix instructions: tiles that need few registers.
 EXACT, EXACT_COLUMNS = (16, 4, 1, 2), 16
 # Keys of a split, by rows x heads of keys up to a number; more of them fill the device with longer splits. On an H200,

@@ -1,8 +1,11 @@
-"""Gated RMS norm in Triton: a program normalises a block of heads."""
+"""Gated RMS norm in Triton: a program normalises a block of heads. It may begin while the launch before it runs."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deltaline_kernels.device.overlap import can_overlap, launch_options
 
 BLOCK_VALUES = 2048
 
@@ -24,7 +27,11 @@ def _gated_rms_norm(
     GATE_FIRST: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     o_head = tl.program_id(0).to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     o_v = tl.arange(0, BLOCK_V)
     in_tile = (o_head < total_heads)[:, None] & (o_v < V)[None, :]
@@ -53,7 +60,7 @@ def gated_rms_norm_triton(
     if total_heads == 0 or value_dim == 0:
         return
     block_v = triton.next_power_of_2(value_dim)
-    block_heads = max(1, BLOCK_VALUES // block_v)
+    block_heads, overlap = max(1, BLOCK_VALUES // block_v), can_overlap(o)
     _gated_rms_norm[(triton.cdiv(total_heads, block_heads),)](
         o,
         z,
@@ -69,6 +76,8 @@ def gated_rms_norm_triton(
         GATE_FIRST=gate_first,
         BLOCK_HEADS=block_heads,
         BLOCK_V=block_v,
+        OVERLAP=overlap,
         num_warps=4 if block_v <= 2 * BLOCK_VALUES else 8,
         num_stages=1,
+        **launch_options(overlap=overlap),
     )

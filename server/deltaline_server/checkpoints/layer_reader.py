@@ -55,7 +55,7 @@ class LayerReader:
     def ranks(self, packed: Packed) -> Ranks | None:
         """Return what sums the outputs of a served projection; None where no rank has but a summand of them."""
         is_summand = any(module.shares_columns for module in self._modules if module.packed is packed)
-        return self.placement.ranks if is_summand else None
+        return self.placement.summing if is_summand else None
 
     def weight(self, module: Module) -> Tensor:
         """Read a module's weight, this rank's rows in the served order and all columns, as its file has it."""

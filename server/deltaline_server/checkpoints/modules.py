@@ -23,6 +23,7 @@ class Placement:
     """Where weights go: device and dtype, and the share of the heads that rank `rank` of `world_size` holds.
 
     ranks: what joins the ranks' outputs; None where there is one rank, or where each is left with its summand.
+    leaves_summands: whether what projects back leaves them to the branch around it, which sums.
     """
 
     device: torch.device
@@ -30,6 +31,12 @@ class Placement:
     rank: int = 0
     world_size: int = 1
     ranks: Ranks | None = None
+    leaves_summands: bool = False
+
+    @property
+    def summing(self) -> Ranks | None:
+        """What sums where a mixer, an MLP or a mixture of experts ends; None where nothing does."""
+        return None if self.leaves_summands else self.ranks
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

@@ -24,6 +24,7 @@ from deltaline_server.checkpoints.modules import MLP, MlpNames, Module, Packed, 
 from deltaline_server.layers.experts import EXPERTS, ExpertNames, Experts, expert_tensors
 from deltaline_server.layers.projection import load_projection, scaled
 from deltaline_server.layers.shapes import ExpertsShape
+from deltaline_server.ranks.ways import Ranks
 
 
 class Layer(Protocol):
@@ -53,10 +54,13 @@ class Residual:
         in_fp32: bool = False,
         scale: float = 1.0,
         norms_output: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
-        """norm: `[hidden]` fp32, what a normalised row is multiplied by."""
+        """norm: `[hidden]` fp32, what a normalised row is multiplied by. ranks: what sums what branches give where each
+        has a summand; None where inner gives the whole."""
         self.inner, self.scale, self.norms_output = inner, scale, norms_output
         self.norm, self.eps, self.dtype, self.in_fp32 = norm, eps, dtype, in_fp32
+        self.ranks = ranks
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return what inner computes on of hidden `[T, hidden]`, in `dtype`."""
@@ -65,13 +69,17 @@ class Residual:
 
     def enter_behind(self, made: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return hidden + scale * made, the sum of the branch before this one, and what inner computes on of it."""
+        if self.ranks is not None:
+            if self.ranks.joins(made):
+                return self.ranks.join(made, hidden, self.norm, self.eps, scale)
+            made = self.ranks.sum(made)
         if self.norms_output:
             hidden = hidden.add(made, alpha=scale)
             return hidden, hidden.to(self.dtype)
         return add_rms_norm(made, hidden, self.norm, self.eps, scale=scale)
 
     def compute(self, entering: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None) -> Tensor:
-        """Return what is to be scaled and added; mutates the write lines of `state`."""
+        """Return what is to be scaled and added, of ranks a summand; mutates the write lines of `state`."""
         made = self.inner.forward(entering, rows, state, tiles)
         return rms_norm(made, self.norm, self.eps) if self.norms_output else made
 
@@ -180,6 +188,7 @@ class Blocks:
 
     def block(self, reader: LayerReader, mixer: Layer | None, adapters: Mapping[Packed, LoraWeights]) -> Block:
         """Load a block around its mixer; None where it has none."""
+        place = reader.placement
         inner: list[Layer] = [] if mixer is None else [mixer]
         if self.experts is not None:
             inner.append(Experts(reader, self.stored.experts, self.hidden_size, self.experts))
@@ -192,10 +201,11 @@ class Blocks:
                 layer,
                 self.stored.norm_offset + reader.vector(f"{norm}weight"),
                 self.eps,
-                reader.placement.dtype,
+                place.dtype,
                 in_fp32=self.in_fp32,
                 scale=self.scale,
                 norms_output=self.stored.norms_outputs,
+                ranks=place.ranks if place.leaves_summands else None,
             )
             for layer, norm in zip(inner, self.stored.norms, strict=True)
         )

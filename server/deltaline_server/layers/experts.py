@@ -67,7 +67,7 @@ class Experts:
         """Load it. Raises ModelError if it can't be shared out."""
         place = reader.placement
         self._shape = shape.shard(place.world_size)
-        self._router, self._ranks = router_of(self._shape), place.ranks
+        self._router, self._ranks = router_of(self._shape), place.summing
         count, inner = shape.num_experts + shape.num_shared, self._shape.intermediate_size
         gates = torch.cat([reader.read(gate) for gate in names.gates])
         # Sigmoids are taken of logits in fp32, as what is trained with them is.

@@ -46,6 +46,8 @@ class BlockStack:
             residual, entering = following.enter_behind(made, residual, branch.scale)
             branch = following
             made = branch.compute(entering, rows, states[layer], tiles)
+        if branch.ranks is not None:
+            made = branch.ranks.sum(made)
         return residual.add(made, alpha=branch.scale)
 
 

@@ -137,7 +137,10 @@ class LayerLoader:
         self, source: TensorSource, config: ModelConfig, layers: Sequence[int], scope: Scope, placement: Placement
     ) -> None:
         self._source, self._config = RespelledTensors(source, config.family.spellings), config
-        self._placement = placement
+        # Streams have another thing than a sum behind a branch, and a norm there wants the whole.
+        is_plain = config.streams is None and not config.family.blocks.norms_outputs
+        leaves_summands = scope is Scope.BLOCK and is_plain
+        self._placement = replace(placement, leaves_summands=leaves_summands)
         self._kinds = kinds = layer_kinds(config, layers, scope)
         distinct = dict.fromkeys(kinds.values())
         self._modules = {kind: served_modules(config, kind, scope) for kind in distinct}

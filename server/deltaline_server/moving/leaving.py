@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.moving.peers import WHOLE_S
-from deltaline_server.moving.ways import PAUSE_S
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.states import States
 
@@ -65,6 +64,11 @@ class Leaving:
         if self._frozen_since_s is not None:
             self.frozen_s = asyncio.get_running_loop().time() - self._frozen_since_s
 
+    @property
+    def is_behind_pages(self) -> bool:
+        """Whether it stands still, and its pages went ahead: they don't go again."""
+        return self._id is not None and self.ahead > 0
+
     def lease_s(self) -> float:
         """The length of its lease. Raises RequestError as States.lease_s does."""
         return self._states.lease_s(*self._whose)
@@ -94,7 +98,7 @@ class Leaving:
 
     async def _pages(self) -> AsyncGenerator[memoryview, None]:
         """Files of whole pages, some after the other, until few are left; while some are sent the next are read."""
-        until_s, runs = asyncio.get_running_loop().time() + AHEAD_S, self._runs()
+        until_s, runs, self.ahead = asyncio.get_running_loop().time() + AHEAD_S, self._runs(), 0
         coming: asyncio.Task[_Prepared] | None = None
 
         def prepare() -> asyncio.Task[_Prepared] | None:
@@ -117,7 +121,7 @@ class Leaving:
         finally:
             if coming is not None:
                 coming.cancel()
-                with suppress(asyncio.CancelledError, RequestError):
+                with suppress(asyncio.CancelledError, Exception):  # what ended this is told
                     await (await coming).held.aclose()
 
     def _runs(self) -> Iterator[tuple[int, int]]:
@@ -148,13 +152,8 @@ class Leaving:
 
     def _file(self, id: bytes) -> AsyncGenerator[memoryview, None]:
         exchange = self._states.existing_exchange()
-        return exchange.pieces(
-            id,
-            self._principal,
-            pause_s=PAUSE_S,
-            whole_s=WHOLE_S,
-            piece_bytes=self._piece_bytes,
-        )
+        # How long a message may take is the way's to say; a file that was made ahead waits for the one before.
+        return exchange.pieces(id, self._principal, pause_s=WHOLE_S, whole_s=WHOLE_S, piece_bytes=self._piece_bytes)
 
 
 def _failed(why: str) -> RequestError:

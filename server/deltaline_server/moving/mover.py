@@ -132,14 +132,16 @@ class Mover:
         """Let a sequence be opened at a server, which is asked for its answer once more where that is lost; then what
         went ahead does not go again. Returns its lease there, ms, too. Raises RequestError as `_move_one` does."""
         request_id, lease_ms = secrets.token_bytes(ID_BYTES), 0
-        for left in reversed(range(TRIES)):
-            lease_ms = max(lease_ms, round(leaving.lease_s() * 1000))
+        for _ in range(TRIES):
+            lease_ms, only_asks = max(lease_ms, round(leaving.lease_s() * 1000)), leaving.is_behind_pages
             try:
                 async with aclosing(leaving.pieces(lease_ms / 1000)) as pieces:
                     return await peer.open(pieces, request_id, lease_ms), lease_ms
             except RequestError as error:
                 is_lost = error.refusal.reason in (Reason.MOVE_FAILED, Reason.UPLOAD_TIMEOUT)
-                if not is_lost and (left or not leaving.ahead):
+                if not is_lost and not only_asks:
                     raise
                 lost = error
+        if lost.refusal.reason is Reason.MOVE_FAILED:
+            raise lost
         raise no_answer("in time") from lost

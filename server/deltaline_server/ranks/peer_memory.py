@@ -1,20 +1,27 @@
 """Memory of every rank's GPU that the GPUs of the others read and write, and torch's kernels that sum by it.
 
-Both add a value's summands in the order of ranks, wherever it lies, so that all ranks have the same bits; of bf16 every
-addition rounds. They need no multicast.
+All add a value's summands in the order of ranks, wherever it lies, so that all ranks have the same bits; of bf16 every
+addition of torch's kernels rounds. They need no multicast.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from deltaline_kernels.norm.summed import PeerSums
+
 DTYPES = (torch.bfloat16, torch.float32)
 """What the kernels add."""
 ALIGNMENT = 16
 """A summand's bytes are a multiple of it."""
+JOINED_BYTES = 5 << 19
+"""Of a summand that one launch adds, with the residual and the norm behind it: 256 rows of 5,120 bf16 values."""
 
 
 class PeerMemory:
@@ -26,6 +33,7 @@ class PeerMemory:
         self._memory = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
         self._group = group.group_name
         symm_mem.rendezvous(self._memory, self._group)
+        self._joining = self._share_halves(group, device)
 
     def holds(self, summand: Tensor) -> bool:
         """Whether a summand can be added here."""
@@ -45,6 +53,33 @@ class PeerMemory:
         room.copy_(summand)
         torch.ops.symm_mem.two_shot_all_reduce_out(room, "sum", self._group, summed)
         return summed
+
+    def joins(self, summand: Tensor) -> bool:
+        """Whether `join` takes a summand."""
+        row_bytes = summand.shape[-1] * summand.itemsize
+        return 0 < len(summand) * row_bytes <= JOINED_BYTES and row_bytes % ALIGNMENT == 0
+
+    def join(
+        self, summand: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return residual + scale * sum, and its norm, as deltaline_kernels has them (norm/summed.py)."""
+        from deltaline_kernels.norm.summed import summed_rms_norm  # it needs triton
+
+        return summed_rms_norm(summand.contiguous(), residual.contiguous(), weight, eps, scale, self._joining)
+
+    def _share_halves(self, group: dist.ProcessGroup, device: torch.device) -> PeerSums:
+        """Allocate and share what `join` works with, on all ranks before any of them uses it."""
+        from deltaline_kernels.norm.summed import PROGRAMS, PeerSums
+
+        self._halves = symm_mem.empty(2 * JOINED_BYTES, dtype=torch.uint8, device=device)
+        self._flags = symm_mem.empty(PROGRAMS * group.size(), dtype=torch.int32, device=device)
+        halves, flags = (symm_mem.rendezvous(one, self._group) for one in (self._halves, self._flags))
+        self._flags.zero_()
+        memories, said = (torch.tensor(one.buffer_ptrs, dtype=torch.int64, device=device) for one in (halves, flags))
+        counts = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)
+        dist.barrier(group)
+        return PeerSums(memories, said, counts, JOINED_BYTES, group.rank(), group.size())
 
     def _room(self, summand: Tensor) -> Tensor:
         return self._memory[: summand.numel() * summand.itemsize].view(summand.dtype).view(summand.shape)

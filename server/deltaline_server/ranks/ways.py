@@ -88,6 +88,21 @@ class Ranks:
             return memory.one_shot(summand) if is_small else memory.two_shot(summand)
         return added(self.gather(summand)).to(summand.dtype)
 
+    def joins(self, summand: Tensor) -> bool:
+        """Whether `join` takes a summand: by its size and dtype alone."""
+        return self._memory is not None and self._memory.joins(summand)
+
+    def join(
+        self, summand: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return what a residual branch leaves, residual + scale * sum, in residual.dtype, and the norm of that in the
+        summand's, both `[T, D]`: in one launch, by memory of the peers.
+
+        The sum is made in fp32 in the order of ranks, and rounded once. weight: `[D]` fp32.
+        """
+        assert self._memory is not None
+        return self._memory.join(summand, residual, weight, eps, scale)
+
 
 def added(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum of tensors in fp32, one after the other; mutates the first."""

@@ -22,9 +22,7 @@ def hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_tile, "attend_long_kernel", OnCpu(hopper_tile.attend_long_kernel))
 
 
-@pytest.mark.parametrize(
-    "layer", [Layer(6, 1, 64, 64, 64), Layer(4, 2, 128, 128, 128), Layer(12, 2, 256, 256, 64)], ids=str
-)
+@pytest.mark.parametrize("layer", [Layer(4, 2, 128, 128, 128), Layer(12, 2, 256, 256, 64)], ids=str)
 def test_long_rows_match_flex_attention(layer: Layer) -> None:
     checks.test_attention_of_long_causal_rows(HALF, layer)
 
@@ -39,12 +37,10 @@ def test_long_rows_do_not_depend_on_neighbours() -> None:
     checks.test_attention_does_not_depend_on_neighbours(HALF, "causal", None)
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("gate", [False, True])
-def test_long_rows_have_sinks_and_a_gate(sinks: bool, gate: bool) -> None:
-    batch = make_batch(checks.LONG, HALF, Layer(6, 2, 64, 64, 64), max_short=1)
+def test_long_rows_have_sinks_and_a_gate() -> None:
+    batch = make_batch(checks.LONG, HALF, Layer(6, 2, 128, 128, 64), max_short=1)
     modifiers, truth = modifier_case("causal", batch.layer, batch.page_table.shape[0])
-    o, lse = batch.attend(HALF, modifiers, sinks=batch.sinks if sinks else None, gate=batch.gate if gate else None)
-    want, want_lse = finished(batch, *batch.expected(truth), sinks=sinks, gate=gate)
+    o, lse = batch.attend(HALF, modifiers, sinks=batch.sinks, gate=batch.gate)
+    want, want_lse = finished(batch, *batch.expected(truth), sinks=True, gate=True)
     assert_close("o", o, want, HALF.dtype)
     checks.lse_close(lse, want_lse)

@@ -92,5 +92,6 @@ def test_where_choices_are_sorted(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     x, down = torch.empty(1, size[1], dtype=dtype, device="meta"), torch.empty(size, dtype=dtype, device="meta")
-    assert plan.is_sorted(48 * size[0], 1, x, down) is expected
-    assert not plan.is_sorted(48 * size[0] - 1, 1, x, down)
+    least = plan.SORTED_CHOICES * size[0]
+    assert plan.is_sorted(least, 1, x, down) is expected
+    assert not plan.is_sorted(least - 1, 1, x, down)

@@ -65,7 +65,9 @@ def test_nothing_waits_and_a_graph_follows_the_routes(num_tokens: int) -> None:
 
     def run() -> tuple[Tensor, ...]:
         weights, experts = GPU.route(logits, router, None, starts)
-        return weights, experts, replace(batch, weights=weights, experts=experts).run(GPU)
+        made = replace(batch, weights=weights, experts=experts).run(GPU)
+        at_once = GPU.route_and_run(batch.x, logits, router, batch.gate_up, batch.down, None, starts)
+        return weights, experts, made, at_once
 
     def change() -> None:
         logits.copy_(torch.randn(num_tokens, 17, device="cuda"))
@@ -76,6 +78,8 @@ def test_nothing_waits_and_a_graph_follows_the_routes(num_tokens: int) -> None:
     with no_waits():
         run()
     check_replay(run, (), change)
+    *_, made, at_once = run()
+    assert same_bits(made, at_once)
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from rigs.kernels.graphs import check_replay, no_waits
 from torch import Tensor
 
-from deltaline_kernels import add_rms_norm, rms_norm, silu_and_mul
+from deltaline_kernels import add_rms_norm, gated_rms_norm, rms_norm, silu_and_mul
 
 pytestmark = pytest.mark.gpu
 
@@ -40,14 +40,15 @@ def test_a_graph_follows_what_its_tensors_hold() -> None:
 def test_launches_that_begin_early_have_the_bits_of_those_that_wait(
     monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
-    """In graphs of layers, with activations and products between."""
+    """In graphs of layers, with activations, gated norms and products between."""
     layers = [(draw(2 * D, D) * D**-0.5, draw(D, D) * D**-0.5) for _ in range(3)]
     x, weight = draw(num_tokens, D), torch.ones(D, device="cuda")
 
     def compute() -> tuple[Tensor, Tensor]:
         residual, entering = x, x
         for up, down in layers:
-            made = F.linear(silu_and_mul(F.linear(entering, up)), down)
+            heads = silu_and_mul(F.linear(entering, up)).unflatten(1, (-1, 128))
+            made = F.linear(gated_rms_norm(heads, heads, weight[:128], EPS), down)
             residual, entering = add_rms_norm(made, residual, weight, EPS)
         return residual, entering
 
@@ -60,7 +61,7 @@ def test_launches_that_begin_early_have_the_bits_of_those_that_wait(
         return graph, made
 
     early, got = capture()
-    for kernels in ("norm.hidden", "activation.kernel"):
+    for kernels in ("norm.hidden", "norm.kernel", "activation.kernel"):
         monkeypatch.setattr(f"deltaline_kernels.{kernels}.can_overlap", lambda _: False)
     late, want = capture()
     for _ in range(20):

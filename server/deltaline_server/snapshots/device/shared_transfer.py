@@ -41,10 +41,8 @@ class ShareTransfer:
     def __init__(self, layout: StateLayout, model: Model, numbers: Sequence[int], pool: StatePool, way: Ranks) -> None:
         """Allocate the staging memory. layout: of whole states. numbers: in the checkpoint, of the pool's layers. way:
         between hosts' memory, for this alone."""
-        shapes = dict(zip(sorted(numbers), model.shapes, strict=True))
-        self.layout = replace(
-            layout, layers=tuple(replace(layer, shape=shapes[layer.number]) for layer in layout.layers)
-        )
+        shares = zip(layout.layers, model.shapes, strict=True)
+        self.layout = replace(layout, layers=tuple(replace(layer, shape=shape) for layer, shape in shares))
         self._transfer, self._way = StateTransfer(self.layout, numbers, pool), way
 
     def follow(self, told: Told) -> None:
