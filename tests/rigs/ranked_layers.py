@@ -21,6 +21,8 @@ from deltaline_server.ranks.ways import Ranks
 # Of 2 key-value heads, 4 ranks have the same one by twos; likewise of Mamba2's 2 groups, whose norm has one.
 _LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 _ATTENTION = {"num_attention_heads": 8, "attention_bias": True}
+_BIASES = {"attention_bias": True, "mamba_proj_bias": True, "projectors_bias": True, "mlp_bias": True}
+_SCALES = {f"{part}_multiplier": 0.75 for part in ("attention_in", "attention_out", "ssm_in", "ssm_out")}
 MODELS: dict[str, dict[str, Any]] = {
     "gated-delta-net": GATED_DELTA_NET | _LINEAR,
     "hybrid": HYBRID | _LINEAR | _ATTENTION,
@@ -28,8 +30,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "interleaved": EXPERTS | _LINEAR | _ATTENTION | {"model_type": "qwen3_next"},
     "streams": HYBRID | _LINEAR | _ATTENTION | {"hc_mult": 2},
     "mamba2": MAMBA2 | {"use_bias": True},
-    "nemotron": NEMOTRON,
-    "falcon": FALCON,
+    "nemotron": NEMOTRON | {"use_bias": True},
+    "falcon": FALCON | _BIASES | _SCALES,
     "falcon-norm": FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1},
     "bamba": BAMBA | {"num_attention_heads": 8, "mlp_bias": True},
     "granite": GRANITE | {"num_attention_heads": 8},

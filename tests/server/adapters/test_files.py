@@ -42,6 +42,8 @@ from deltaline_server.models.weights import LayerLoader
 
 CPU = torch.device("cpu")
 WHOLE = Placement(CPU, torch.float32)
+# Of a layer with one mixer and a dense MLP.
+PROJECTIONS = Packed.IN_PROJ, Packed.OUT_PROJ, Packed.GATE_UP, Packed.DOWN
 CONFIGS = pytest.mark.parametrize("config", [NEXT, QWEN3_5], ids=["interleaved", "separate"])
 
 
@@ -92,18 +94,13 @@ def check_served_as_merged(
             if one.layer == layer:
                 merge_into(ours[one.packed], one)
         theirs = projections(after, config, layer)
-        for packed in Packed:
-            torch.testing.assert_close(ours[packed], theirs[packed], rtol=1e-5, atol=1e-5)
+        for packed, weight in ours.items():
+            torch.testing.assert_close(weight, theirs[packed], rtol=1e-5, atol=1e-5)
 
 
 def projections(loader: LayerLoader, config: ModelConfig, layer: int) -> dict[Packed, Tensor]:
     mixer, block = mixer_weights(loader, layer), block_weights(loader, layer)
-    return {
-        Packed.IN_PROJ: mixer.in_proj,
-        Packed.OUT_PROJ: mixer.out_proj,
-        Packed.GATE_UP: block.gate_up,
-        Packed.DOWN: block.down,
-    }
+    return dict(zip(PROJECTIONS, (mixer.in_proj, mixer.out_proj, block.gate_up, block.down), strict=True))
 
 
 @CONFIGS
@@ -116,7 +113,7 @@ def test_what_an_adapter_does_is_what_merging_it_does(config: ModelConfig, is_do
     for rank in range(world_size):
         placement = Placement(CPU, torch.float32, rank, world_size)
         adapter = load(config, adapter_config(use_dora=is_dora), tensors, base, placement=placement)
-        assert len(adapter.weights) == 2 * len(Packed)
+        assert len(adapter.weights) == 2 * len(PROJECTIONS)
         check_served_as_merged(adapter, config, base, merged(base, tensors, {"": 2.0}), placement)
 
 
