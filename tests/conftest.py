@@ -157,6 +157,16 @@ def _write_checkpoint(
         made = transformers.Mamba2Config(**config | overrides)
     elif model_type == "bamba":
         made = transformers.BambaConfig(**config | beside_attention | {"intermediate_size": intermediate} | overrides)
+    elif model_type == "zamba2":
+        sizes = {"num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": intermediate}
+        sizes |= {
+            "n_mamba_heads": value_heads,
+            "mamba_d_state": head_dim,
+            "mamba_ngroups": key_heads,
+            "adapter_rank": 4,
+        }
+        # As for nemotron_h.
+        made = transformers.Zamba2Config(**config | sizes | {"chunk_size": 32, "time_step_min": 1e-6} | overrides)
     elif model_type == "falcon_h1":
         sizes = {"intermediate_size": intermediate, "head_dim": 16, "mamba_d_ssm": 2 * hidden}
         made = transformers.FalconH1Config(**config | beside_attention | sizes | overrides)
@@ -184,6 +194,7 @@ def _write_checkpoint(
         "mamba2": "Mamba2ForCausalLM",
         "bamba": "BambaForCausalLM",
         "falcon_h1": "FalconH1ForCausalLM",
+        "zamba2": "Zamba2ForCausalLM",
         "olmo_hybrid": "OlmoHybridForCausalLM",
         "granitemoehybrid": "GraniteMoeHybridForCausalLM",
         "nemotron_h": "NemotronHForCausalLM",

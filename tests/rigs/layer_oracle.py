@@ -21,7 +21,7 @@ from deltaline_server.snapshots.tiers import layer_numbers
 TOLERANCE = 1e-4
 MIXERS = ("mixer", "mamba", "linear_attn", "self_attn")
 MAX_DRAFT, PAGE_SIZE = 4, 16
-MAMBA = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid", "falcon_h1")
+MAMBA = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid", "falcon_h1", "zamba2")
 WITHOUT_POSITIONS = ("mamba2", "nemotron_h")
 
 
@@ -63,6 +63,9 @@ class Oracle:
         mask = torch.full((len(hidden), position + len(hidden)), float("-inf")).triu(position + 1)[None, None]
         for i in layers:
             layer = base.layers[i]
+            if config.model_type == "zamba2" and scope is Scope.BLOCK:
+                x = layer(x, hidden[None], i, causal_mask=mask, **arguments)
+                continue
             mixer = next(getattr(layer, name) for name in MIXERS if getattr(layer, name, None) is not None)
             kind = getattr(layer, "block_type", None)  # of nemotron_h, whose mixers all have one name
             is_attention = getattr(layer, "self_attn", None) is not None or kind == "full_attention"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rigs.adapter_cases import PREFIX, adapter_config, plan_adapter, poisoned
 from rigs.layer_oracle import MAX_DRAFT, Served, serve
-from rigs.small_models import BAMBA, EXPERTS, FALCON, GATED_DELTA_NET, GRANITE, HYBRID, MAMBA2, NEMOTRON
+from rigs.small_models import BAMBA, EXPERTS, FALCON, GATED_DELTA_NET, GRANITE, HYBRID, MAMBA2, NEMOTRON, ZAMBA
 from torch import Tensor
 
 from deltaline_server.layers.state_pool import LayerState
@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron": NEMOTRON | {"use_bias": True},
     "falcon": FALCON | _BIASES | _SCALES,
     "falcon-norm": FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1},
+    "zamba": ZAMBA,
     "bamba": BAMBA | {"num_attention_heads": 8, "mlp_bias": True},
     "granite": GRANITE | {"num_attention_heads": 8},
 }

@@ -117,3 +117,17 @@ FALCON: dict[str, Any] = {
     "key_multiplier": 0.5,
     "mlp_multipliers": [0.75, 0.5],
 }
+# Layers that share a block, which takes the embeddings too.
+ZAMBA: dict[str, Any] = {
+    "model_type": "zamba2",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    "num_attention_heads": 8,
+    "num_mem_blocks": 2,
+    "max_position_embeddings": 1000,
+    "n_mamba_heads": 8,
+    "mamba_d_state": 16,
+    "hidden_act": "gelu",
+}

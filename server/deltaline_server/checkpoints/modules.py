@@ -4,7 +4,7 @@ projection. The rows of a weight, of a LoRA's B and of a DoRA's magnitude are or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -64,6 +64,8 @@ class Packed(StrEnum):
     ATTENTION_IN = "attention_in"
     """Of attention beside another mixer."""
     ATTENTION_OUT = "attention_out"
+    LINEAR = "linear"
+    """Behind a block that layers share."""
     GATE_UP = "gate_up"
     DOWN = "down"
 
@@ -75,7 +77,8 @@ class Module:
     name: without the prefix and the layer's number. packed: the served projection that it is a part of.
     sections: its rows are `groups` times these, one after the other; served, each section comes whole, over all groups.
     shares_columns: ranks share its columns; else they share the groups, or each section where there is one group.
-    heads: of each section, where ranks may be more than these (Placement.among); empty where they are not.
+    heads: of each section, where ranks may be more than these (Placement.among); empty where they are not. is_whole:
+    every rank has all of it. takes_adapters: whether an adapter may change it.
     """
 
     name: str
@@ -86,9 +89,13 @@ class Module:
     groups: int = 1
     shares_columns: bool = False
     heads: tuple[int, ...] = ()
+    is_whole: bool = False
+    takes_adapters: bool = True
 
     def served_shape(self, world_size: int) -> tuple[int, int]:
         """Return rows and columns of one rank's share."""
+        if self.is_whole:
+            return self.rows, self.columns
         if self.shares_columns:
             return self.rows, self.columns // world_size
         if self.heads:
@@ -102,12 +109,17 @@ class Module:
 
     def order(self, read: Callable[[slice], Tensor], placement: Placement) -> Tensor:
         """Return a rank's rows in the served order, `[served rows, ...]`; `read` gives rows as they are stored."""
-        if self.shares_columns:
+        if self.shares_columns or self.is_whole:
             return read(ALL)
         if self.groups == 1:
             return whole_sections(self.sections, read, placement, self.heads)
         part = read(placement.share(self.rows)).unflatten(0, (self.groups // placement.world_size, -1))
         return torch.cat([section.flatten(0, 1) for section in part.split(self.sections, dim=1)])
+
+
+def without_adapters(modules: Iterable[Module]) -> tuple[Module, ...]:
+    """The same modules, as such that take no adapters."""
+    return tuple(replace(module, takes_adapters=False) for module in modules)
 
 
 def whole_sections(

@@ -12,9 +12,10 @@ from deltaline_server import local_socket
 from deltaline_server.config import sources
 from deltaline_server.config.adapters import AdapterOptions
 from deltaline_server.config.batches import BatchOptions
+from deltaline_server.config.hub import fetch_model
 from deltaline_server.config.model import ModelOptions
 from deltaline_server.config.option import ConfigError, check_path
-from deltaline_server.config.paths import HUB_NAME, cached_model
+from deltaline_server.config.paths import HUB_NAME, cached_model, hub_cache
 from deltaline_server.config.process import ProcessOptions
 from deltaline_server.config.state import StateOptions
 from deltaline_server.config.trust import TrustOptions
@@ -67,11 +68,17 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def _model_directory(model: str, environ: Mapping[str, str]) -> str:
-    """The directory of a model: its own, or of a name on the Hugging Face hub what the cache on this host holds."""
+    """The directory of a model: its own, or of a name on the Hugging Face hub the one in the cache of this host, into
+    which it is brought where it is not there."""
     check_path("--model", model)
     if Path(model).is_dir() or not HUB_NAME.fullmatch(model):
         return model
     try:
         return str(cached_model(model, environ))
     except ValueError as error:
-        raise ConfigError(f"--model: {error}") from error
+        if why := fetch_model(model, hub_cache(environ), environ):
+            raise ConfigError(f"--model: {error}; {why}") from error
+    try:
+        return str(cached_model(model, environ))
+    except ValueError as error:
+        raise ConfigError(f"--model: {error}; the hub has no more of it") from error

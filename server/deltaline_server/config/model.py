@@ -18,7 +18,7 @@ class ModelOptions(Options):
     model: str | None = setting(
         None,
         "model",
-        "model directory (config.json and *.safetensors), or org/name of a model in the Hugging Face cache",
+        "model directory (config.json and *.safetensors), or org/name of a model in the Hugging Face cache or hub",
         metavar="DIR|ORG/NAME",
     )
     random_init: str | None = setting(

@@ -3,9 +3,10 @@ an operator can't read."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 # What names a model on the Hugging Face hub: org/name.
@@ -13,6 +14,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What names a snapshot of it: a commit's hash, with room to spare.
 _REVISION = re.compile(rb"[A-Za-z0-9][\w.-]{0,99}")
 _REVISION_BYTES = 256
+_INDEX = "model.safetensors.index.json"
 
 
 def why_refused(path: str) -> str:
@@ -32,14 +34,19 @@ def reason_of(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """Where the Hugging Face cache of this host is; may begin with a user's home."""
+    home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(environ.get("HF_HUB_CACHE") or Path(home, "hub"))
+
+
 def cached_model(name: str, environ: Mapping[str, str]) -> Path:
     """The directory of a model on the Hugging Face hub in the cache of this host, all of whose files are there.
 
     Raises ValueError: what was expected, what is there, and how to get it.
     """
     remedy = f"get it with `hf download {name}` (pip install huggingface_hub), or give its directory"
-    home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    cache = Path(environ.get("HF_HUB_CACHE") or Path(home, "hub"))
+    cache = hub_cache(environ)
     try:
         cache = cache.expanduser()
         folder = cache / f"models--{name.replace('/', '--')}"
@@ -62,7 +69,20 @@ def cached_model(name: str, environ: Mapping[str, str]) -> Path:
     except OSError as error:
         raise ValueError(f"expected to read {name!r} in {directory}, which fails: {reason_of(error)}") from error
     lacks = [] if "config.json" in names else ["config.json"]
-    lacks += [] if any(each.endswith((".safetensors", ".bin")) for each in names) else ["weights"]
+    lacks += _lacking_weights(directory, names)
     if lacks:
         raise ValueError(f"expected all of {name!r} in {directory}, found no {' and no '.join(lacks)}: {remedy}")
     return directory
+
+
+def _lacking_weights(directory: Path, names: Collection[str]) -> list[str]:
+    """What is lacking of a model's weights: a file that its index names, or all of them. An index that can't be read is
+    for who reads it to tell."""
+    if _INDEX in names:
+        try:
+            index = json.loads((directory / _INDEX).read_bytes())
+            files = set(index["weight_map"].values())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return []
+        return sorted(files.difference(names), key=str)[:1]
+    return [] if any(each.endswith((".safetensors", ".bin")) for each in names) else ["weights"]

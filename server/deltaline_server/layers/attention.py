@@ -19,7 +19,7 @@ from deltaline_kernels import (
     rotate_and_store,
 )
 from deltaline_server.checkpoints.layer_reader import LayerReader
-from deltaline_server.checkpoints.modules import Module, Packed
+from deltaline_server.checkpoints.modules import Module, Packed, without_adapters
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.projection import load_projection, scaled
 from deltaline_server.layers.shapes import AttentionShape, QkNorm
@@ -77,7 +77,8 @@ class AttentionFamily:
     """The attention mixers of a model: one shape, the whole layer's.
 
     name: what stands before the names of tensors. norm_offset: what is added to the weights of norms. packed: what the
-    served projections are called, which two mixers of a layer may not share.
+    served projections are called, which two mixers of a layer may not share. input_size: channels of the input, None
+    for hidden_size. takes_adapters: whether adapters may change its modules.
     """
 
     shape: AttentionShape
@@ -86,6 +87,8 @@ class AttentionFamily:
     name: str
     norm_offset: int
     packed: tuple[Packed, Packed] = (Packed.IN_PROJ, Packed.OUT_PROJ)
+    input_size: int | None = None
+    takes_adapters: bool = True
     _rotary: dict[torch.device, Tensor] = field(default_factory=dict)
     """The table of each device, which the layers share."""
 
@@ -95,12 +98,14 @@ class AttentionFamily:
         shape, hidden, name = self.shape, self.hidden_size, self.name
         queries, keys, kv_heads = self.query_rows(shape), shape.key_channels, (shape.num_kv_heads,)
         in_proj, out_proj = self.packed
-        return (
-            Module(name + "q_proj", in_proj, queries, hidden, (queries,)),
-            Module(name + "k_proj", in_proj, keys, hidden, (keys,), heads=kv_heads),
-            Module(name + "v_proj", in_proj, keys, hidden, (keys,), heads=kv_heads),
+        inputs = self.input_size or hidden
+        modules = (
+            Module(name + "q_proj", in_proj, queries, inputs, (queries,)),
+            Module(name + "k_proj", in_proj, keys, inputs, (keys,), heads=kv_heads),
+            Module(name + "v_proj", in_proj, keys, inputs, (keys,), heads=kv_heads),
             Module(name + "o_proj", out_proj, hidden, shape.query_channels, (hidden,), shares_columns=True),
         )
+        return modules if self.takes_adapters else without_adapters(modules)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:

@@ -109,6 +109,9 @@ class Mlp:
             return self.down(F.relu(inner).square(), tiles)
         if self._gate_scale != 1.0:
             inner.chunk(2, dim=-1)[0].mul_(self._gate_scale)
+        if self._activation is Activation.GELU:
+            gate, up = inner.chunk(2, dim=-1)
+            return scaled(self.down(F.gelu(gate).mul_(up), tiles), self._scale)
         return scaled(self.down(silu_and_mul(inner), tiles), self._scale)
 
 

@@ -7,12 +7,14 @@ the sum of the residual, or its streams' mixture, and the norm behind it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, Rows, mhc_post, mhc_post_pre, mhc_pre
 from deltaline_server.layers.block import Block, Layer
+from deltaline_server.layers.hybrid import SharedBlock
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
 from deltaline_server.step import SpanShapes
 
@@ -47,6 +49,34 @@ class BlockStack:
         if branch.ranks is not None:
             made = branch.ranks.sum(made)
         return residual.add(made, alpha=branch.scale)
+
+
+class EmbeddingStack:
+    """Layers some of which take beside their input what the first one was given: the embeddings."""
+
+    def __init__(self, layers: Sequence[Block | SharedBlock]) -> None:
+        # Each of these layers, and each run of others, with the places of its states.
+        self._parts: list[tuple[slice, SharedBlock | BlockStack]] = []
+        end = 0
+        for is_shared, run in groupby(layers, key=lambda layer: isinstance(layer, SharedBlock)):
+            some = list(run)
+            begin, end = end, end + len(some)
+            if is_shared:
+                shared = (layer for layer in some if isinstance(layer, SharedBlock))
+                self._parts += [(slice(i, i + 1), layer) for i, layer in enumerate(shared, begin)]
+            else:
+                self._parts.append((slice(begin, end), BlockStack([one for one in some if isinstance(one, Block)])))
+
+    def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
+        """Compute `[T, hidden]` from embeddings `[T, hidden]`; mutates the write lines of the layers' states."""
+        embeddings = hidden
+        for places, part in self._parts:
+            if isinstance(part, SharedBlock):
+                [state] = states[places]
+                hidden = part.join(hidden, embeddings, rows, state, tiles)
+            else:
+                hidden = part.forward(hidden, rows, states[places], tiles)
+        return hidden
 
 
 class HyperStack:
@@ -87,20 +117,24 @@ class HyperStack:
         return residual.flatten(1) if self._head is None else self._head.join(residual)
 
 
-Stack = MixerStack | BlockStack | HyperStack
+Stack = MixerStack | BlockStack | EmbeddingStack | HyperStack
 """What a span computes."""
 
 
 def make_stack(
-    layers: Sequence[Layer | Block | HyperBlock], ends: SpanShapes, streams: int, load_head: Callable[[], HyperHead]
+    layers: Sequence[Layer | Block | HyperBlock | SharedBlock],
+    ends: SpanShapes,
+    streams: int,
+    load_head: Callable[[], HyperHead],
 ) -> Stack:
-    """Make the stack of a span's layers, which are of one kind, and one where they are mixers. streams: 0 where layers
-    pass on `[T, hidden]`."""
-    blocks = [layer for layer in layers if isinstance(layer, Block)]
+    """Make the stack of a span's layers, which are of one kind, and one where they are mixers; but blocks may stand
+    beside those that are shared. streams: 0 where layers pass on `[T, hidden]`."""
+    blocks = [layer for layer in layers if isinstance(layer, Block | SharedBlock)]
+    own = [block for block in blocks if isinstance(block, Block)]
     if blocks:
-        return BlockStack(blocks)
+        return BlockStack(own) if len(own) == len(blocks) else EmbeddingStack(blocks)
     if streams:
         head = None if ends.output_streams else load_head()
         return HyperStack([layer for layer in layers if isinstance(layer, HyperBlock)], ends, streams, head)
-    [mixer] = [layer for layer in layers if not isinstance(layer, Block | HyperBlock)]
+    [mixer] = [layer for layer in layers if not isinstance(layer, Block | HyperBlock | SharedBlock)]
     return MixerStack(mixer)

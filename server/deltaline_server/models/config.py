@@ -15,6 +15,7 @@ from deltaline_server.layers.shapes import SOFTMAX, AttentionShape, ExpertsShape
 from deltaline_server.layers.streams import StreamConfig, stream_config
 from deltaline_server.models.families import FAMILIES, MAMBA_SSM, Family
 from deltaline_server.models.parts import MAX_SIZE, LayerConfig, LayerKind, MixerKind, MlpKind
+from deltaline_server.models.shared_block_keys import SharedBlockKeys
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
@@ -39,6 +40,7 @@ BEFORE: dict[str, Any] = {
     "output_scale": 1.0,
     "section_scales": None,
     "mlp_scales": None,
+    "shared_blocks": None,
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -58,12 +60,12 @@ class ModelConfig:
     """A checkpoint's language model.
 
     intermediate_size: of dense MLPs; has_mlp_bias: whether they have biases. dtype: the one that the checkpoint was
-    written for, None where it names none.
-    shapes: of its mixers, by kind; of a kind that can't be served there is none, and unserved may say why.
-    residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer. streams: its hyper-connections,
-    None where it has one plain residual. experts: of the layers that have them, None where
-    there are none or they can't be served. residual_multiplier: of what a branch adds to the residual. mlp_scales: what
-    gates of dense MLPs and their outputs are multiplied by, None where nothing.
+    written for, None where it names none. shapes: of its mixers, by kind; of a kind that can't be served there is none,
+    and unserved may say why. residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer.
+    streams: its hyper-connections, None where it has one plain residual. experts: of the layers that have them, None
+    where there are none or they can't be served. residual_multiplier: of what a branch adds to the residual.
+    mlp_scales: what gates of dense MLPs and their outputs are multiplied by, None where nothing. shared_blocks: how
+    layers share blocks, None where they don't.
     """
 
     model_type: str
@@ -80,6 +82,7 @@ class ModelConfig:
     has_mlp_bias: bool = False
     residual_multiplier: float = 1.0
     mlp_scales: tuple[float, ...] | None = None
+    shared_blocks: SharedBlockKeys | None = None
 
     @property
     def family(self) -> Family:
@@ -138,7 +141,8 @@ class ModelConfig:
             raise ModelError("quantization_config: expected none (quantised weights are not served)")
         family = FAMILIES[model_type]
         config = ConfigReader(raw.get(family.text), f"{family.text}.") if family.text else ConfigReader(raw, "")
-        config.require(family.activation, "silu", default="silu")
+        if family.activation is not None:
+            config.require(family.activation, "silu", default="silu")
         layers = family.layers(config)
         shapes, unserved = _mixer_shapes(config, family, layers)
         if family.mlp_activation is not None:
@@ -161,7 +165,7 @@ class ModelConfig:
         return cls(
             model_type=model_type,
             hidden_size=config.integer(family.hidden, 1, MAX_SIZE),
-            intermediate_size=config.integer(family.inner, 1, MAX_SIZE) if family.inner is not None else 0,
+            intermediate_size=_intermediate_size(config, family),
             rms_norm_eps=config.positive(family.eps, default=family.default_eps),
             dtype=_dtype(config, raw),
             shapes=shapes,
@@ -172,6 +176,7 @@ class ModelConfig:
             experts=experts,
             has_mlp_bias=family.mlp_bias is not None and config.flag(family.mlp_bias, default=False),
             residual_multiplier=multiplier,
+            shared_blocks=SharedBlockKeys.read(config) if family.shares_blocks else None,
             mlp_scales=None if family.mlp_scales is None else config.positives(family.mlp_scales, 2),
         )
 
@@ -192,6 +197,15 @@ def _mixer_shapes(
                 raise
             unserved[kind] = str(error)  # the other layers can be served all the same
     return shapes, unserved
+
+
+def _intermediate_size(config: ConfigReader, family: Family) -> int:
+    """The size of dense MLPs, 0 where there are none."""
+    if family.inner is None:
+        return 0
+    if family.shares_blocks and config.get(family.inner) is None:
+        return 4 * config.integer(family.hidden, 1, MAX_SIZE // 4)
+    return config.integer(family.inner, 1, MAX_SIZE)
 
 
 def _dtype(config: ConfigReader, raw: Mapping[str, Any]) -> str | None:

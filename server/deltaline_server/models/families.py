@@ -21,6 +21,7 @@ from deltaline_server.models.layer_patterns import (
     dense_or_expert_layers,
     every_fourth_layers,
     expert_layers,
+    hybrid_layers,
     indexed_layers,
     mamba2_layers,
     mamba_ssm_layers,
@@ -64,7 +65,7 @@ class Family:
     experts: ExpertKeys | None = None
     text: str = ""
     beside: tuple[str, ...] = ()
-    activation: str = "hidden_act"
+    activation: str | None = "hidden_act"
     mlp_activation: str | None = None
     eps: str = "rms_norm_eps"
     default_eps: float | None = None
@@ -74,6 +75,7 @@ class Family:
     mlp_scales: str | None = None
     mlp_bias: str | None = None
     sums_in_fp32: bool = False
+    shares_blocks: bool = False
     attention_blocks: BlockNames | None = None
     spellings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -84,7 +86,11 @@ class Family:
     @property
     def takes_streams(self) -> bool:
         """Whether residual streams may stand in place of the residual: branches are norm, mixer or MLP, sum."""
-        return self.residual_multiplier is None and not (self.attention_blocks or self.blocks).norms_outputs
+        return (
+            self.residual_multiplier is None
+            and not self.shares_blocks
+            and not (self.attention_blocks or self.blocks).norms_outputs
+        )
 
 
 _QWEN_BLOCKS = BlockNames(("input_layernorm.", "post_attention_layernorm."), norm_offset=1)
@@ -299,6 +305,40 @@ FAMILIES: dict[str, Family] = {
         ),
         inner="shared_intermediate_size",
         residual_multiplier="residual_multiplier",
+    ),
+    "zamba2": Family(
+        layers=hybrid_layers,
+        mixers={
+            MixerKind.MAMBA2: Mamba2Keys(
+                num_heads="n_mamba_heads",
+                head_dim=None,
+                state="mamba_d_state",
+                groups=("mamba_ngroups",),
+                conv_width=("mamba_d_conv",),
+                conv_bias=None,
+                bias="add_bias_linear",
+                name="mamba.",
+                default_groups=1,
+                default_state=64,
+                expand="mamba_expand",
+                least_dt=("time_step_min",),
+                norms_groups=True,
+                eps=1e-5,
+            ),
+            MixerKind.ATTENTION: AttentionKeys(
+                heads=32,
+                positions=4096,
+                bias=None,
+                rotates=lambda config: config.flag("use_mem_rope", default=False),
+                takes_embeddings=True,
+            ),
+        },
+        blocks=BlockNames(("input_layernorm.",), norm_offset=0, mlp=MlpNames(activation=Activation.GELU)),
+        activation=None,
+        mlp_activation="hidden_act",
+        default_eps=1e-5,
+        mlp_bias="add_bias_linear",
+        shares_blocks=True,
     ),
     "olmo_hybrid": Family(
         layers=every_fourth_layers,

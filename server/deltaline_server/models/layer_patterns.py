@@ -16,6 +16,12 @@ _MIXERS = {
     "mamba": MixerKind.MAMBA2,
     "attention": MixerKind.ATTENTION,
 }
+# Of Zamba2, in their new and their old spelling.
+_SHARED: dict[str, tuple[MixerKind, MlpKind | None]] = {
+    "linear_attention": (MixerKind.MAMBA2, None),
+    "hybrid": (MixerKind.MAMBA2_BEHIND_ATTENTION, MlpKind.DENSE),
+    "mamba": (MixerKind.MAMBA2, None),
+}
 # A layer of Nemotron-H has one part: as its config lists them, in its old spelling, and as letters of a pattern.
 _MAMBA, _ATTENTION = (MixerKind.MAMBA2, None), (MixerKind.ATTENTION, None)
 _DENSE, _EXPERTS = (None, MlpKind.DENSE), (None, MlpKind.MIXTURE_OF_EXPERTS)
@@ -73,6 +79,14 @@ def mamba2_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
 def parallel_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     """Mamba2 and attention beside each other, and a dense MLP, in each."""
     return tuple(LayerConfig(i, MixerKind.MAMBA2_AND_ATTENTION, MlpKind.DENSE) for i in range(_num_layers(config)))
+
+
+def hybrid_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """Mamba2 in each; in those that `layers_block_type` calls hybrid behind a shared block, which has an MLP too."""
+    num_layers, types = _num_layers(config), config.get("layers_block_type")
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(_SHARED) for kind in types):
+        raise config.fail("layers_block_type", f"{num_layers} of {', '.join(_SHARED)}")
+    return tuple(LayerConfig(i, *_SHARED[kind]) for i, kind in enumerate(types))
 
 
 def mamba_ssm_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:

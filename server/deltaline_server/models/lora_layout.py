@@ -10,6 +10,7 @@ from enum import StrEnum
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.errors import shown
+from deltaline_server.layers import hybrid
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
@@ -81,7 +82,10 @@ class AdapterLayout:
         self.layers = tuple(sorted(layers))
         self._kinds = layer_kinds(config, self.layers, scope)
         kinds = dict.fromkeys(self._kinds.values())
-        self._modules = {kind: served_modules(config, kind, scope) for kind in kinds}
+        self._modules = {
+            kind: tuple(module for module in served_modules(config, kind, scope) if module.takes_adapters)
+            for kind in kinds
+        }
         self._mixers = {
             kind: {module.name: module for module in mixer_family(config, kind).modules}
             for kind in dict.fromkeys(layer.mixer for layer in config.layers if layer.mixer is not None)
@@ -130,6 +134,8 @@ class AdapterLayout:
         if not 0 <= tensor.layer < len(self._config.layers):
             raise _no_match(name)
         layer = self._config.layers[tensor.layer]
+        if layer.mixer is MixerKind.MAMBA2_BEHIND_ATTENTION and not tensor.module.startswith(hybrid.MAMBA2):
+            raise ModelError(f"{shown(name)}: expected no tensor of a shared block, which takes no adapters")
         mixer = {} if layer.mixer is None else self._mixers.get(layer.mixer)
         if mixer is None and tensor.module in ATTENTION_MODULES:
             return None

@@ -14,6 +14,8 @@ from deltaline_server.models.parts import MAX_SIZE
 
 MAX_HEADS = 4096
 MAX_POSITIONS = 1 << 24
+# Of Zamba2 where its config asks for a long context, whatever it says of positions.
+LONG_POSITIONS = 16384
 # What may stand beside the rope type. The sections are those of three-dimensional positions (mrope): of text, all three
 # positions are the token's, and rotate as one does.
 ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
@@ -96,6 +98,7 @@ class AttentionKeys:
     name: what stands before the names of a mixer's tensors. rotates: whether a config has rotary embeddings, None where
     all have; rotary: None where none has. scale: the key of what multiplies the products of queries and keys, None
     where the head's size says it. bias: the key of whether projections have biases, None where they have none.
+    takes_embeddings: whether the input is hidden states and embeddings beside each other.
     key_scale, input_scale, output_scale: the keys of what keys, input and output are multiplied by, None where nothing
     is.
     """
@@ -114,6 +117,7 @@ class AttentionKeys:
     key_scale: str | None = None
     input_scale: str | None = None
     output_scale: str | None = None
+    takes_embeddings: bool = False
 
     def read(self, config: ConfigReader) -> AttentionShape:
         """Read their sizes. Raises ModelError naming the key, also of a kind of rotary embedding that is not served."""
@@ -128,6 +132,10 @@ class AttentionKeys:
         if self.rotary is not None and (self.rotates is None or self.rotates(config)):
             rotary_dim, theta = self.rotary.read(config, head_dim)
         scale = None if self.scale is None else config.positive(self.scale, default=1.0)
+        positions = config.integer("max_position_embeddings", 1, MAX_POSITIONS, default=self.positions)
+        if self.takes_embeddings:
+            scale = (head_dim / 2) ** -0.5
+            positions = LONG_POSITIONS if config.flag("use_long_context", default=False) else positions
         if self.key_scale is not None and (keys := config.positive(self.key_scale, default=1.0)) != 1.0:
             scale = (head_dim**-0.5 if scale is None else scale) * keys
         return AttentionShape(
@@ -136,7 +144,7 @@ class AttentionKeys:
             head_dim=head_dim,
             rotary_dim=rotary_dim,
             rope_theta=theta,
-            max_positions=config.integer("max_position_embeddings", 1, MAX_POSITIONS, default=self.positions),
+            max_positions=positions,
             has_bias=self.bias is not None and config.flag(self.bias, default=False),
             is_gated=self.is_gated,
             qk_norm=self.qk_norm,
@@ -147,6 +155,11 @@ class AttentionKeys:
 
     def _head_dim(self, config: ConfigReader, heads: int) -> int:
         """Channels of a head."""
+        if self.takes_embeddings:
+            head_dim = 2 * config.integer("hidden_size", 1, MAX_SIZE) // heads
+            if not 2 <= head_dim <= MAX_HEAD_DIM:
+                raise config.fail("num_attention_heads", f"twice hidden_size / 2..{MAX_HEAD_DIM}")
+            return head_dim
         if self.head_dim is not None or config.get("head_dim") is not None:
             return config.integer("head_dim", 2, MAX_HEAD_DIM, default=self.head_dim)
         head_dim = config.integer("hidden_size", 1, MAX_SIZE) // heads
@@ -160,6 +173,8 @@ class Mamba2Keys:
     """Mamba2 mixers: the keys of their sizes; of several spellings the first that has a value counts.
 
     name: what stands before the names of a mixer's tensors. default_groups, default_state: where a config says nothing.
+    head_dim: None where it follows from the channels. conv_bias: None where there always is one. eps: of the norm, None
+    for that of the other norms.
     expand: of a model whose channels are this many times its hidden size, None where they need not be. least_dt: the
     key of the least time step, where there is no greatest one; None where `time_step_limit` has both. norms_groups:
     whether the gated norm takes groups one by one. channels: the key of their channels, where these need not be
@@ -170,11 +185,11 @@ class Mamba2Keys:
     """
 
     num_heads: str
-    head_dim: str
+    head_dim: str | None
     state: str
     groups: tuple[str, ...]
     conv_width: tuple[str, ...]
-    conv_bias: tuple[str, ...]
+    conv_bias: tuple[str, ...] | None
     bias: str
     name: str = "mixer."
     default_groups: int = 8
@@ -189,6 +204,7 @@ class Mamba2Keys:
     input_scale: str | None = None
     output_scale: str | None = None
     section_scales: str | None = None
+    eps: float | None = None
 
     def read(self, config: ConfigReader) -> Mamba2Shape:
         """Read their sizes and constants. Raises ModelError naming the key."""
@@ -212,7 +228,7 @@ class Mamba2Keys:
             conv_width=config.integer(config.spelling(*self.conv_width), MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
             norm_groups=norm_groups,
             dt_limit=limits,
-            has_conv_bias=config.flag(config.spelling(*self.conv_bias), default=True),
+            has_conv_bias=self.conv_bias is None or config.flag(config.spelling(*self.conv_bias), default=True),
             has_bias=config.flag(self.bias, default=False),
             has_out_bias=None if self.out_bias is None else config.flag(self.out_bias, default=False),
             norms_first=norm_groups > 0
@@ -226,6 +242,13 @@ class Mamba2Keys:
     def _heads(self, config: ConfigReader) -> tuple[int, int]:
         """Heads, and channels of one. Raises ModelError unless they are together as many as the config says."""
         num_heads = config.integer(self.num_heads, 1, MAX_HEADS)
+        if self.head_dim is None:
+            assert self.expand is not None
+            hidden = config.integer("hidden_size", 1, MAX_SIZE)
+            channels = config.integer(self.expand, 1, MAX_HEADS, default=2) * hidden
+            if channels % num_heads or not 1 <= channels // num_heads <= MAX_HEAD_DIM:
+                raise config.fail(self.num_heads, f"a divisor of {channels} channels, with heads of 1..{MAX_HEAD_DIM}")
+            return num_heads, channels // num_heads
         if self.channels is not None and (config.get(self.channels) is not None or not config.says(self.channels)):
             channels = config.integer(self.channels, 1, MAX_SIZE, default=1024)
             if config.get(self.head_dim) in (None, "auto"):

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels import LoraWeights, Rows, group_tokens, spread_slots
-from deltaline_server.checkpoints.checkpoint import Checkpoint
+from deltaline_server.checkpoints.checkpoint import Checkpoint, TensorSource
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.fingerprint import HashedTensors, fingerprint
 from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.random_tensors import ALGORITHM
 from deltaline_server.checkpoints.read_ahead import ReadAhead
+from deltaline_server.checkpoints.shared_blocks import SharedBlocks
 from deltaline_server.checkpoints.staging import CudaStaging
 from deltaline_server.layers.block import Block, Layer
 from deltaline_server.layers.experts import expert_test_sizes
+from deltaline_server.layers.hybrid import SharedBlock
 from deltaline_server.layers.hyper_connection import HyperBlock
 from deltaline_server.layers.shapes import AttentionShape, MixerShape
 from deltaline_server.layers.stack import Stack, make_stack
@@ -210,10 +212,8 @@ def _load(plan: ModelPlan, options: ModelOptions, report: Callable[[int, int], o
     """Load the planned layers. Raises RuntimeError where there is no room."""
     requested = options.adapters
     store = None if requested is None else AdapterStore(plan.layout, requested.num_places, requested.max_rank)
-    layers: dict[int, Layer | Block | HyperBlock] = {}
-    order = plan.layers
-    if isinstance(plan.hashed, ReadAhead):
-        order = plan.hashed.begin({number: plan.loader.stored(number) for number in plan.layers})
+    layers: dict[int, Layer | Block | HyperBlock | SharedBlock] = {}
+    order = plan.hashed.begin(plan.stored()) if isinstance(plan.hashed, ReadAhead) else plan.layers
     for number in order:
         report(len(layers), len(plan.layers))
         adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
@@ -271,7 +271,8 @@ class ModelPlan:
     """What to load: everything is checked, no weight is read. `layers` are those of the spans, in their order.
 
     streams: residual streams within the spans, 0 where layers pass on `[T, hidden]`. hashed: what the loader reads from
-    where it hashes what it reads. left_out: as Model has it.
+    where it hashes what it reads. shared: what it reads blocks through that layers share, None where there are none.
+    left_out: as Model has it.
     """
 
     config: ModelConfig
@@ -282,7 +283,19 @@ class ModelPlan:
     layout: AdapterLayout
     loader: LayerLoader
     hashed: HashedTensors | ReadAhead | None
+    shared: SharedBlocks | None
     left_out: str
+
+    def stored(self) -> dict[int, list[str]]:
+        """The names of the checkpoint's tensors that each layer is the first to be loaded of."""
+        found, known = dict[int, list[str]](), set[str]()
+        for layer in self.layers:
+            names = self.loader.stored(layer)
+            if self.shared is not None:
+                names = [part for name in names for part in self.shared.stored(name)]
+            found[layer] = [name for name in names if name not in known]
+            known.update(names)
+        return found
 
     @property
     def shapes(self) -> list[MixerShape]:
@@ -320,7 +333,12 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
         hashed: HashedTensors | ReadAhead | None = None
         if hashes and checkpoint is not None:
             hashed = stack.enter_context(_hashed(checkpoint, placement.device))
-        source = hashed or checkpoint or random_init(config, layers, options.scope, options.seed, placement.device)
+        source: TensorSource = (
+            hashed or checkpoint or random_init(config, layers, options.scope, options.seed, placement.device)
+        )
+        shared: SharedBlocks | None = None
+        if checkpoint is not None and config.shared_blocks is not None:
+            source = shared = config.shared_blocks.of(source, config.layers)
         loader = LayerLoader(source, config, layers, options.scope, placement)
         streams = config.streams if options.scope is Scope.BLOCK else None
         token = SpanShapes(config.hidden_size, dtype.itemsize)
@@ -329,7 +347,7 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
             loader.check_head()
         layout = AdapterLayout(config, options.scope, layers, placement)
         num_streams = 0 if streams is None else streams.count
-        yield ModelPlan(config, spans, ends, num_streams, layers, layout, loader, hashed, left)
+        yield ModelPlan(config, spans, ends, num_streams, layers, layout, loader, hashed, shared, left)
 
 
 @contextmanager
@@ -356,7 +374,8 @@ def _choose_spans(config: ModelConfig, options: ModelOptions) -> tuple[tuple[ran
         raise ModelError(f"--layers: expected a range inside {spans_text(every)}, got {spans_text(served)}")
     if not isinstance(options.spans, Auto):
         spans = check_spans(options.spans, served, options.scope)
-        layer_kinds(config, itertools.chain(*spans), options.scope)
+        for span in spans:
+            layer_kinds(config, span, options.scope, first=span.start)
         return spans, ""
     spans = auto_spans(config, served, options.scope)
     left = left_out(config, served, options.scope)

@@ -18,11 +18,14 @@ class MixerKind(StrEnum):
     ATTENTION = "attention"
     MAMBA2_AND_ATTENTION = "mamba2_and_attention"
     """Both, on the same input; their outputs are added."""
+    MAMBA2_BEHIND_ATTENTION = "mamba2_behind_attention"
+    """Mamba2, to whose input a block that several layers share adds what it makes of hidden states and embeddings."""
 
     @property
     def parts(self) -> tuple[MixerKind, ...]:
         """The mixers that it is made of, each with a state of its own: itself, or both."""
-        return (MixerKind.MAMBA2, MixerKind.ATTENTION) if self is MixerKind.MAMBA2_AND_ATTENTION else (self,)
+        both = (MixerKind.MAMBA2_AND_ATTENTION, MixerKind.MAMBA2_BEHIND_ATTENTION)
+        return (MixerKind.MAMBA2, MixerKind.ATTENTION) if self in both else (self,)
 
 
 class MlpKind(StrEnum):

@@ -8,10 +8,11 @@ from enum import Enum
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.models.config import ModelConfig, Scope
-from deltaline_server.models.parts import LayerConfig, LayerKind, MlpKind
+from deltaline_server.models.parts import LayerConfig, LayerKind, MixerKind, MlpKind
 
 # Spans that a message names.
 SHOWN_SPANS = 8
+_TAKES_EMBEDDINGS = "it takes the embeddings too, which are what a span of whole layers from layer 0 on is given"
 
 
 class Auto(Enum):
@@ -20,28 +21,30 @@ class Auto(Enum):
     AUTO = "auto"
 
 
-def layer_kinds(config: ModelConfig, layers: Iterable[int], scope: Scope) -> dict[int, LayerKind]:
-    """Return the kinds of these layers.
+def layer_kinds(config: ModelConfig, layers: Iterable[int], scope: Scope, first: int = 0) -> dict[int, LayerKind]:
+    """Return the kinds of these layers. first: where the span begins that they are in.
 
     Raises ModelError naming the first that can't be served in this scope, and what would do.
     """
     kinds = {}
     for i in layers:
         layer = config.layers[i]
-        why = refusal(config, layer, scope)
+        why = refusal(config, layer, scope, first)
         if why is not None:
             raise ModelError(f"layer {i}: {why}; {_instead(config, layer, scope)}")
         kinds[i] = LayerKind(layer.mixer, layer.mlp if scope is Scope.BLOCK else None)
     return kinds
 
 
-def refusal(config: ModelConfig, layer: LayerConfig, scope: Scope) -> str | None:
-    """Why a layer can't be served in this scope; None where it can."""
+def refusal(config: ModelConfig, layer: LayerConfig, scope: Scope, first: int = 0) -> str | None:
+    """Why a layer can't be served in this scope, in a span that begins with layer `first`; None where it can."""
     missing = next((part for part in LayerKind(layer.mixer).mixers if part not in config.shapes), None)
     if missing is not None or (layer.mixer is None and scope is Scope.MIXER):
         why = "it has no mixer" if missing is None else config.unserved.get(missing, "not served yet")
         expected = " or ".join(config.shapes or config.family.mixers)
         return f"expected {expected}, got {layer.mixer or 'an MLP alone'} ({why})"
+    if layer.mixer is MixerKind.MAMBA2_BEHIND_ATTENTION and (scope is Scope.MIXER or first > 0):
+        return f"expected {MixerKind.MAMBA2}, got {layer.mixer} ({_TAKES_EMBEDDINGS})"
     if scope is Scope.MIXER or layer.mlp is None:
         return None
     if layer.mlp is MlpKind.DENSE:
@@ -55,15 +58,15 @@ def refusal(config: ModelConfig, layer: LayerConfig, scope: Scope) -> str | None
 
 def auto_spans(config: ModelConfig, layers: range, scope: Scope) -> tuple[range, ...]:
     """Return spans of all layers that can be served: each run of them in block scope, each one in mixer scope."""
-    served = [i for i in layers if refusal(config, config.layers[i], scope) is None]
+    served = [i for i in layers if refusal(config, config.layers[i], scope, layers.start) is None]
     return runs(served) if scope is Scope.BLOCK else tuple(range(i, i + 1) for i in served)
 
 
-def left_out(config: ModelConfig, layers: Iterable[int], scope: Scope) -> str:
+def left_out(config: ModelConfig, layers: range, scope: Scope) -> str:
     """What is left of these layers to the orchestrator, and why, in one line; empty where they can all be served."""
     reasons: dict[str, list[int]] = {}
     for i in layers:
-        why = refusal(config, config.layers[i], scope)
+        why = refusal(config, config.layers[i], scope, layers.start)
         if why is not None:
             reasons.setdefault(why, []).append(i)
     return "; ".join(f"{spans_text(*runs(left))}: {why}" for why, left in reasons.items())

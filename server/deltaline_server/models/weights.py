@@ -18,13 +18,14 @@ from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.checkpoints.random_tensors import RandomTensors
 from deltaline_server.checkpoints.respelled import RespelledTensors
+from deltaline_server.layers import hybrid
 from deltaline_server.layers.attention import AttentionFamily
 from deltaline_server.layers.block import Block, Blocks, Layer
 from deltaline_server.layers.experts import one_by_one
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
+from deltaline_server.layers.hybrid import ParallelFamily, SharedBlock, SharedBlockFamily
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
 from deltaline_server.layers.mamba2 import Mamba2Family
-from deltaline_server.layers.parallel import ParallelFamily
 from deltaline_server.layers.shapes import (
     AttentionShape,
     ExpertsShape,
@@ -43,19 +44,25 @@ PREFIXES = ("model.layers.", "model.language_model.layers.", "layers.", "languag
 CPU = torch.device("cpu")
 
 MixerFamily = AttentionFamily | GatedDeltaNetFamily | Mamba2Family | ParallelFamily
-BlockFamily = Blocks | HyperBlocks
+BlockFamily = Blocks | HyperBlocks | SharedBlockFamily
 
 
 def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
     """Return the family of a model's mixers of a kind. Raises KeyError where the config has no shape of it."""
-    if kind is MixerKind.MAMBA2_AND_ATTENTION:
+    if len(kind.parts) > 1:
         mamba2, attention = (mixer_family(config, part) for part in kind.parts)
         assert isinstance(mamba2, Mamba2Family) and isinstance(attention, AttentionFamily)
-        return ParallelFamily(mamba2, replace(attention, packed=(Packed.ATTENTION_IN, Packed.ATTENTION_OUT)))
+        attention = replace(attention, packed=(Packed.ATTENTION_IN, Packed.ATTENTION_OUT))
+        if kind is MixerKind.MAMBA2_BEHIND_ATTENTION:
+            mamba2 = replace(mamba2, name=hybrid.MAMBA2)
+            inputs = 2 * config.hidden_size
+            attention = replace(attention, name=hybrid.ATTENTION, input_size=inputs, takes_adapters=False)
+        return ParallelFamily(mamba2, attention)
     shape, keys = config.shapes[kind], config.family.mixers[kind]
     hidden, eps = config.hidden_size, config.rms_norm_eps
     if isinstance(shape, Mamba2Shape) and isinstance(keys, Mamba2Keys | MambaSsmKeys):
-        return Mamba2Family(shape, hidden, eps, keys.name)
+        own = keys.eps if isinstance(keys, Mamba2Keys) else None
+        return Mamba2Family(shape, hidden, eps if own is None else own, keys.name)
     if isinstance(shape, AttentionShape) and isinstance(keys, AttentionKeys):
         return AttentionFamily(shape, hidden, eps, keys.name, config.family.blocks.norm_offset)
     assert isinstance(shape, GatedDeltaNetShape) and isinstance(keys, GatedDeltaNetKeys)
@@ -64,6 +71,9 @@ def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
 
 def block_family(config: ModelConfig, kind: LayerKind) -> BlockFamily:
     """Return the family of the blocks of a kind of layers."""
+    if kind.mixer is MixerKind.MAMBA2_BEHIND_ATTENTION:
+        eps, has_bias = config.rms_norm_eps, config.has_mlp_bias
+        return SharedBlockFamily(config.hidden_size, config.intermediate_size, eps, has_bias)
     blocks = Blocks(
         config.family.blocks_of(kind),
         config.hidden_size,
@@ -127,12 +137,13 @@ class LayerLoader:
         self, source: TensorSource, config: ModelConfig, layers: Sequence[int], scope: Scope, placement: Placement
     ) -> None:
         self._source, self._config = RespelledTensors(source, config.family.spellings), config
-        # Streams have another thing than a sum behind a branch, and a norm there wants the whole.
-        is_plain = config.streams is None and not config.family.blocks.norms_outputs
-        leaves_summands = scope is Scope.BLOCK and is_plain
-        self._placement = replace(placement, leaves_summands=leaves_summands)
         self._kinds = kinds = layer_kinds(config, layers, scope)
         distinct = dict.fromkeys(kinds.values())
+        # Streams have another thing than a sum behind a branch; a norm there, and the middle of a shared block, want
+        # the whole.
+        is_plain = config.streams is None and not config.family.blocks.norms_outputs
+        is_plain = is_plain and all(kind.mixer is not MixerKind.MAMBA2_BEHIND_ATTENTION for kind in distinct)
+        self._placement = replace(placement, leaves_summands=scope is Scope.BLOCK and is_plain)
         self._modules = {kind: served_modules(config, kind, scope) for kind in distinct}
         mixers = dict.fromkeys(kind.mixer for kind in distinct if kind.mixer is not None)
         self._mixers = {kind: mixer_family(config, kind) for kind in mixers}
@@ -152,7 +163,7 @@ class LayerLoader:
         assert kind is not None
         return self._mixers[kind].mixer(self.reader(layer), adapters)
 
-    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Block | HyperBlock:
+    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Block | HyperBlock | SharedBlock:
         """Load a layer and what surrounds its mixer, with these adapters' slots."""
         kind = self._kinds[layer]
         mixer = None if kind.mixer is None else self.mixer(layer, adapters)

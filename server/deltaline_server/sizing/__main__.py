@@ -117,7 +117,7 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
         lines.append(f"a sequence of {_plural(sizes.context, 'token')}: {_exact(sizes.sequence_bytes)}, {pages}")
         held = _plural(sizes.sequences_by_pages or 0, "such sequence")
         lines.append(f"pages are for {held}; at most {state.kv.max_context} tokens each")
-    if config.state_bytes:
+    if config.state_bytes and sizes.sequence_bytes:
         count = sizes.sequences_in(config.state_bytes)
         each = f" of {_plural(sizes.context, 'token')} each" if state.kv is not None else ""
         lacks = "" if sizes.fits else f"too little for --max-sequences {config.max_sequences}; "

@@ -186,7 +186,7 @@ def test_the_limits_themselves_are_taken() -> None:
 def test_a_model_of_the_hugging_face_cache_is_served_by_its_name(
     tmp_path: Path, environ: dict[str, str], cache: str
 ) -> None:
-    places = {name: value.format(tmp_path) for name, value in environ.items()}
+    places = {"HF_HUB_OFFLINE": "1"} | {name: value.format(tmp_path) for name, value in environ.items()}
     with pytest.raises(ConfigError, match=rf"^--model: .* {tmp_path / cache}, got 'org/m-1.5B'.*`hf download org/m"):
         Config.parse(["--model", "org/m-1.5B"], places)
     folder = tmp_path / cache / "models--org--m-1.5B"
@@ -207,9 +207,9 @@ def test_a_cache_that_is_none_is_told(tmp_path: Path, revision: bytes) -> None:
     refs.mkdir(parents=True)
     (refs / "main").write_bytes(revision)
     with pytest.raises(ConfigError, match=r"^--model: expected the name of a snapshot of 'org/m'.* `hf download"):
-        Config.parse(["--model", "org/m"], {"HF_HUB_CACHE": str(tmp_path)})
+        Config.parse(["--model", "org/m"], {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"})
     with pytest.raises(ConfigError, match=r"^--model: expected a directory, or a model in ~nobody-here.* no user has"):
-        Config.parse(["--model", "org/m"], {"HF_HUB_CACHE": "~nobody-here/cache"})
+        Config.parse(["--model", "org/m"], {"HF_HUB_CACHE": "~nobody-here/cache", "HF_HUB_OFFLINE": "1"})
 
 
 def test_a_directory_goes_before_a_name_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.model import ModelOptions, check_model, open_plan
-from deltaline_server.models.servable import Auto
+from deltaline_server.models.servable import Auto, refusal
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -42,6 +42,8 @@ SCALES |= {"mlp_multipliers": [0.88, 0.29]}
 NEMOTRON = {"attn_implementation": "eager", "num_attention_heads": 4, "num_key_value_heads": 2, "key_heads": 4}
 NEMOTRON |= {"mamba_head_dim": 32, "layers_block_type": ["linear_attention", "mlp", "full_attention"]}
 NEMOTRON_EXPERTS = NEMOTRON | {"layers_block_type": ["moe", "linear_attention", "full_attention"]}
+ZAMBA: dict[str, Any] = {"layers_block_type": ["hybrid", "linear_attention", "hybrid"], "attn_implementation": "eager"}
+ZAMBA |= {"max_position_embeddings": 256}
 # The model type, and what differs from what write_checkpoint makes of it.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", BAMBA),
@@ -76,6 +78,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "norm_topk_prob": False}
         | {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 50},
     ),
+    "zamba": ("zamba2", ZAMBA),
+    "zamba-adapters": (
+        "zamba2",
+        ZAMBA | {"use_shared_attention_adapter": True, "use_mem_rope": True, "rope_parameters": {"rope_theta": 50.0}},
+    ),
+    "zamba-two-blocks": (
+        "zamba2",
+        ZAMBA | {"layers_block_type": ["hybrid"] * 3, "num_mem_blocks": 2, "add_bias_linear": True},
+    ),
+    "zamba-few-heads": ("zamba2", ZAMBA | {"num_key_value_heads": 2, "use_mem_rope": True}),
     "olmo-positive": ("olmo_hybrid", OLMO | {"linear_allow_neg_eigval": False, "rms_norm_eps": 1e-3}),
 }
 ALL = range(3)
@@ -97,9 +109,12 @@ def test_prefill_decode_verify_and_commit(oracle: Oracle, device: str) -> None:
 @pytest.mark.parametrize("scope", list(Scope))
 @pytest.mark.parametrize("length", [1, 4, 23])
 def test_each_layer_by_itself(oracle: Oracle, device: str, scope: Scope, length: int) -> None:
-    """Of an MLP alone there is no mixer."""
-    layers = ModelConfig.from_directory(oracle.directory).layers
-    spans = [range(i, i + 1) for i in ALL if scope is Scope.BLOCK or layers[i].mixer is not None]
+    """Of an MLP alone there is no mixer; what takes embeddings begins a model."""
+    config = ModelConfig.from_directory(oracle.directory)
+    spans = [range(i, i + 1) for i in ALL if refusal(config, config.layers[i], scope, i) is None]
+    if not spans:
+        assert scope is Scope.MIXER
+        return
     hidden = torch.randn(length, HIDDEN)
     served = serve(oracle.options(device, scope=scope, spans=spans))
     for i, span in enumerate(spans):

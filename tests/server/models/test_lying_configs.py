@@ -98,6 +98,17 @@ FALCON: dict[str, Any] = {
     "mamba_d_head": 16,
     "mamba_d_state": 16,
 }
+ZAMBA: dict[str, Any] = {
+    "model_type": "zamba2",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "layers_block_type": ["mamba", "hybrid"],
+    "num_attention_heads": 4,
+    "n_mamba_heads": 4,
+    "mamba_d_state": 16,
+    "hidden_act": "gelu",
+}
 MAMBA_SSM: dict[str, Any] = {"d_model": 32, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2", "headdim": 16}}
 GONE = object()
 """In place of a value: the key is not there."""
@@ -279,6 +290,21 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (FALCON, "rope_parameters", {"rope_type": "yarn"}, "expected 'default', got 'yarn'"),
     (FALCON, "num_hidden_layers", 0, "expected an integer in 1..4096, got 0"),
     (FALCON, "time_step_limit", [0.5], "expected two numbers, got"),
+    (ZAMBA, "layers_block_type", None, "expected 2 of linear_attention, hybrid, mamba, got None"),
+    (ZAMBA, "layers_block_type", ["hybrid"], "expected 2 of linear_attention, hybrid, mamba, got ['hybrid']"),
+    (ZAMBA, "layers_block_type", ["mamba", {}], "expected 2 of linear_attention, hybrid, mamba"),
+    (ZAMBA, "num_mem_blocks", 0, "expected an integer in 1..4096, got 0"),
+    (ZAMBA, "use_shared_attention_adapter", 1, "expected true or false, got 1"),
+    (ZAMBA, "use_mem_rope", "yes", "expected true or false, got 'yes'"),
+    (ZAMBA, "use_long_context", None, "expected true or false, got None"),
+    (ZAMBA, "n_mamba_heads", 5, "expected a divisor of 64 channels, with heads of 1..256, got 5"),
+    (ZAMBA, "mamba_ngroups", 3, "expected a divisor of 4 heads, got 3"),
+    (ZAMBA, "num_attention_heads", 64, "expected twice hidden_size / 2..256, got 64"),
+    (ZAMBA, "hidden_act", "silu", "expected 'gelu', got 'silu'"),
+    (ZAMBA, "add_bias_linear", 0, "expected true or false, got 0"),
+    (ZAMBA, "intermediate_size", "48", "expected an integer in 1..1048576, got '48'"),
+    (ZAMBA, "time_step_min", 0, "expected a positive number that fp32 holds, got 0"),
+    (ZAMBA, "hc_mult", 4, "expected none: zamba2 is served with one residual, got 4"),
 ]
 
 
@@ -290,7 +316,7 @@ def check(folder: Path, raw: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "base",
-    [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, STACK, BAMBA, FALCON, GRANITE, OLMO, MAMBA_SSM],
+    [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, STACK, BAMBA, FALCON, GRANITE, OLMO, ZAMBA, MAMBA_SSM],
     ids=lambda base: base.get("model_type", "mamba_ssm"),
 )
 def test_the_truth_is_served(tmp_path: Path, base: dict[str, Any]) -> None:

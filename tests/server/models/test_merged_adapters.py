@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mamba2": {"use_bias": True},
     "bamba": {"attn_layer_indices": [1], "attn_implementation": "eager", "mlp_bias": True},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"], "attn_implementation": "eager"},
+    "falcon_h1": {"attn_implementation": "eager", "ssm_multipliers": [0.5, 0.25, 1.5, 0.75, 1.25], "mlp_bias": True},
     "nemotron_h": {"layers_block_type": ["mlp", "full_attention"], "attn_implementation": "eager", "mlp_bias": True},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "attn_implementation": "eager"},
 }
@@ -111,6 +112,16 @@ def test_a_module_that_the_model_has_not_is_named(oracle: Oracle, name: str) -> 
     tensors = {f"{stem}.lora_A.weight": torch.randn(3, 8), f"{stem}.lora_B.weight": torch.randn(8, 3)}
     with pytest.raises(ModelError, match=rf"{name}.*found no such module"):
         plan_adapter(load_model(oracle.options()).layout, adapter_config(), tensors)
+
+
+@pytest.mark.parametrize("name", ["shared_transformer.self_attn.q_proj", "linear"])
+def test_a_shared_block_takes_no_adapter(tmp_path: Path, write_checkpoint: Callable[..., Any], name: str) -> None:
+    write_checkpoint(tmp_path, "zamba2", hidden=32, head_dim=8, layers=2, layers_block_type=["mamba", "hybrid"])
+    model = load_model(ModelOptions(torch.device("cpu"), model=tmp_path))
+    stem = f"{PREFIX}model.layers.1.{name}"
+    tensors = {f"{stem}.lora_A.weight": torch.randn(3, 32), f"{stem}.lora_B.weight": torch.randn(32, 3)}
+    with pytest.raises(ModelError, match="expected no tensor of a shared block, which takes no adapters"):
+        plan_adapter(model.layout, adapter_config(), tensors)
 
 
 def test_modules_of_other_layers_of_a_hybrid_are_passed_over(

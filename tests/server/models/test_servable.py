@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rigs.small_models import GATED_DELTA_NET, HYBRID
+from rigs.small_models import GATED_DELTA_NET, HYBRID, ZAMBA
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.computing import model_options
@@ -106,6 +106,28 @@ def test_runs() -> None:
 def test_a_refusal_says_what_would_do(tmp_path: Path, raw: dict[str, Any], scope: Scope, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         check_model(options(tmp_path, raw, scope=scope))
+
+
+@pytest.mark.parametrize(
+    ("changes", "got"),
+    [
+        ({"spans": [range(0, 1), range(1, 3)]}, "1:"),
+        ({"layers": range(1, 3)}, "1:"),
+        ({"scope": MIXER}, "1:"),
+    ],
+)
+def test_what_takes_embeddings_is_served_behind_them(tmp_path: Path, changes: dict[str, Any], got: str) -> None:
+    check_model(options(tmp_path, ZAMBA))
+    why = r"expected mamba2, got mamba2_behind_attention \(it takes the embeddings too, which are what a span of whole"
+    with pytest.raises(
+        ModelError, match=rf"^layer {got} {why} layers from layer 0 on is given\); what can be served: "
+    ):
+        check_model(options(tmp_path, ZAMBA, **changes))
+    with open_plan(options(tmp_path, ZAMBA, spans=Auto.AUTO)) as plan:
+        assert plan.spans == (range(3),) and plan.left_out == ""
+    mixed = ZAMBA | {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "hybrid", "mamba"]}
+    with open_plan(options(tmp_path, mixed, spans=Auto.AUTO, layers=range(1, 4))) as plan:
+        assert plan.spans == (range(3, 4),) and plan.left_out.startswith("1:3: expected mamba2, got mamba2_behind_att")
 
 
 def test_experts_are_served_on_a_gpu(tmp_path: Path) -> None:

@@ -109,6 +109,17 @@ def tensors_of(model: Model) -> Iterator[torch.Tensor]:
             left += gc.get_referents(thing)
 
 
+@pytest.mark.parametrize("layers", ["0:1", "3:4"], ids=["mlp", "experts"])
+def test_layers_without_a_state_are_served_alone(layers: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, small_models.NEMOTRON, layers=layers, state_bytes=1 << 20, host_state_bytes=1 << 20)
+    sizes = size(config, None)
+    runtime = Runtime.build(config, Metrics([]), lambda: 0.0, lambda *_: None)
+    Engine.close(runtime.engine)
+    asyncio.run(runtime.tiers.close())
+    assert (sizes.state.total_bytes, sizes.sequence_bytes, runtime.pool.total_bytes) == (0, 0, 0)
+    assert "room for --max-sequences" not in sizing.report(sizes, config, None)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_calculated_is_what_the_server_allocates(name: str, options: dict[str, Any], tmp_path: Path) -> None:
