@@ -14,8 +14,9 @@ from torch import Tensor
 
 from deltaline_kernels.device.sizes import cdiv, count_tiles, pow2
 
-# Pairs of a block, and so many at once where each is compared with each.
-BLOCK_PAIRS, COMPARED = 512, 128
+# Pairs of a block, and so many at once where each is compared with each. On an H200 blocks of 128 take 22 us for 8,192
+# tokens of 8 choices, of 1,024 27.
+BLOCK_PAIRS, COMPARED = 128, 128
 # Experts of a program that adds up, and blocks that it looks at at once.
 BLOCK_COLUMNS, BLOCK_ROWS = 16, 256
 # Tiles that a program lists.
