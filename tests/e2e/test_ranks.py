@@ -93,8 +93,8 @@ async def kill_and_see(tmp_path: Path, rank: int, number: int, world_size: int =
                 last_s[0] = time.monotonic()
 
         stepping = [asyncio.create_task(step()) for _ in range(4)]
-        await asyncio.sleep(0.3)
-        assert last_s[0]
+        await until(lambda: last_s[0])
+        await asyncio.sleep(0.2)
         begin_s = time.monotonic()
         os.kill(ranks[rank], number)
         if number != signal.SIGSTOP:
