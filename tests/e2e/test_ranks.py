@@ -20,7 +20,7 @@ from rigs.server_process import ServerProcess, is_alive
 from rigs.small_models import GATED_DELTA_NET, HIDDEN
 from rigs.until import until
 
-from deltaline_client import AsyncClient, Retry, Unavailable
+from deltaline_client import AsyncClient, DeadlineExceeded, Retry, Unavailable
 from deltaline_server.models.config import ModelConfig
 
 # Until callers are told, and until nothing is left.
@@ -93,8 +93,8 @@ async def kill_and_see(tmp_path: Path, rank: int, number: int, world_size: int =
                 last_s[0] = time.monotonic()
 
         stepping = [asyncio.create_task(step()) for _ in range(4)]
-        await asyncio.sleep(0.3)
-        assert last_s[0]
+        await until(lambda: last_s[0])
+        await asyncio.sleep(0.2)
         begin_s = time.monotonic()
         os.kill(ranks[rank], number)
         if number != signal.SIGSTOP:
@@ -102,7 +102,8 @@ async def kill_and_see(tmp_path: Path, rank: int, number: int, world_size: int =
         await until(lambda: not is_alive(server.pid), END_S)
         assert not any(map(is_alive, ranks))
         ended = await asyncio.gather(*stepping, return_exceptions=True)
-        assert [type(error) for error in ended] == [Unavailable] * 4, ended
+        # The client asks again until its time is over, which may be in the midst of an attempt.
+        assert all(isinstance(error, Unavailable | DeadlineExceeded) for error in ended), ended
         if rank:  # nothing is told by rank 0 itself when that is killed
             assert server.said("the device is lost")
             assert last_s[0] - begin_s < TOLD_S
