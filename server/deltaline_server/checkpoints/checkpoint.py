@@ -23,6 +23,8 @@ MAX_INDEX_BYTES = 256 << 20
 MAX_HEADER_BYTES = 64 << 20
 MAX_TENSORS = 1_000_000
 DTYPES = ("F32", "BF16", "F16")
+# Of weights that have scales.
+FP8 = "F8_E4M3"
 MAX_FILE_NAME_CHARS = 255
 LENGTH_BYTES = 8
 # The entry of a header that is no tensor.
@@ -60,6 +62,13 @@ class TensorSource(Protocol):
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Read a part of a tensor: `rows` of its first dimension, `columns` of its second where it has two."""
+
+
+def part_of(whole: Tensor, rows: slice, columns: slice) -> Tensor:
+    """A part of a tensor that was read whole, which shares its memory; of a scalar all."""
+    if whole.ndim < 2:
+        return whole[rows] if whole.ndim else whole
+    return whole[rows, columns]
 
 
 class Checkpoint:
@@ -104,7 +113,14 @@ class Checkpoint:
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Read a part of a tensor from its file; nothing else of it is read."""
         part = self._slice(name)
-        tensor: Tensor = part[rows] if len(part.get_shape()) == 1 else part[rows, columns]
+        tensor: Tensor
+        match len(part.get_shape()):
+            case 0:
+                tensor = self._open(self._files[name]).get_tensor(name)
+            case 1:
+                tensor = part[rows]
+            case _:
+                tensor = part[rows, columns]
         return tensor
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from deltaline_server.checkpoints.checkpoint import TensorInfo, TensorSource
+from deltaline_server.checkpoints.checkpoint import TensorInfo, TensorSource, part_of
 from deltaline_server.checkpoints.modules import ALL
 
 # What is hashed below, and how; it changes when that does.
@@ -48,8 +48,8 @@ class HashedTensors:
             self._whole = self._source.read(name, ALL, ALL).contiguous()
             self._name = name
             if name not in self._digests:
-                self._digests[name] = xxhash.xxh3_128_digest(self._whole.view(torch.uint8).numpy().data)
-        return self._whole[rows] if self._whole.ndim == 1 else self._whole[rows, columns]
+                self._digests[name] = xxhash.xxh3_128_digest(self._whole.flatten().view(torch.uint8).numpy().data)
+        return part_of(self._whole, rows, columns)
 
     def identity(self) -> list[list[object]]:
         """Of each tensor that was read: see identity_of."""

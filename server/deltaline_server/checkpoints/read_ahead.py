@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from deltaline_server.checkpoints.checkpoint import Checkpoint, TensorInfo
+from deltaline_server.checkpoints.checkpoint import FP8, Checkpoint, TensorInfo, part_of
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.fingerprint import identity_of
 from deltaline_server.checkpoints.staging import PIECE_BYTES, Staging
@@ -24,6 +24,7 @@ from deltaline_server.checkpoints.tensor_file import TORCH_DTYPES, DescriptorByt
 MAX_THREADS = 8
 # Of tensors that nobody has asked for yet; one may be larger.
 WINDOW_BYTES = 2 << 30
+STORED_DTYPES = TORCH_DTYPES | {FP8: torch.float8_e4m3fn}
 
 
 class _Whole(NamedTuple):
@@ -81,8 +82,8 @@ class ReadAhead:
             self._staging.hand_over(whole.tensor)
             self._digests.setdefault(name, whole.digest)
             info = self.info(name)
-            self._name, self._whole = name, whole.tensor.view(TORCH_DTYPES[info.dtype]).view(info.shape)
-        return self._whole[rows] if self._whole.ndim == 1 else self._whole[rows, columns]
+            self._name, self._whole = name, whole.tensor.view(STORED_DTYPES[info.dtype]).view(info.shape)
+        return part_of(self._whole, rows, columns)
 
     def identity(self) -> list[list[object]]:
         """Of each tensor that was read: see identity_of."""

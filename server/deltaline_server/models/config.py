@@ -10,6 +10,7 @@ from typing import Any
 
 from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ConfigReader, ModelError, read_json_object
+from deltaline_server.checkpoints.quantization import Quantization
 from deltaline_server.errors import shown
 from deltaline_server.layers.shapes import SOFTMAX, AttentionShape, ExpertsShape, MixerShape, QkNorm
 from deltaline_server.layers.streams import StreamConfig, stream_config
@@ -41,6 +42,7 @@ BEFORE: dict[str, Any] = {
     "section_scales": None,
     "mlp_scales": None,
     "shared_blocks": None,
+    "quantization": None,
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -65,7 +67,7 @@ class ModelConfig:
     streams: its hyper-connections, None where it has one plain residual. experts: of the layers that have them, None
     where there are none or they can't be served. residual_multiplier: of what a branch adds to the residual.
     mlp_scales: what gates of dense MLPs and their outputs are multiplied by, None where nothing. shared_blocks: how
-    layers share blocks, None where they don't.
+    layers share blocks, None where they don't. quantization: of stored weights, None where there is none.
     """
 
     model_type: str
@@ -83,6 +85,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     mlp_scales: tuple[float, ...] | None = None
     shared_blocks: SharedBlockKeys | None = None
+    quantization: Quantization | None = None
 
     @property
     def family(self) -> Family:
@@ -137,9 +140,7 @@ class ModelConfig:
         model_type = raw.get("model_type", MAMBA_SSM if "ssm_cfg" in raw else None)
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise ModelError(f"model_type: expected one of {', '.join(FAMILIES)}, got {shown(model_type)}")
-        if "quantization_config" in raw:
-            raise ModelError("quantization_config: expected none (quantised weights are not served)")
-        family = FAMILIES[model_type]
+        family, quantization = FAMILIES[model_type], Quantization.read(raw)
         config = ConfigReader(raw.get(family.text), f"{family.text}.") if family.text else ConfigReader(raw, "")
         if family.activation is not None:
             config.require(family.activation, "silu", default="silu")
@@ -178,6 +179,7 @@ class ModelConfig:
             residual_multiplier=multiplier,
             shared_blocks=SharedBlockKeys.read(config) if family.shares_blocks else None,
             mlp_scales=None if family.mlp_scales is None else config.positives(family.mlp_scales, 2),
+            quantization=quantization,
         )
 
 

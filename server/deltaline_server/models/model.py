@@ -17,6 +17,7 @@ from torch import Tensor
 from deltaline_kernels import LoraWeights, Rows, group_tokens, spread_slots
 from deltaline_server.checkpoints.checkpoint import Checkpoint, TensorSource
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.checkpoints.dequantised import DequantisedTensors
 from deltaline_server.checkpoints.fingerprint import HashedTensors, fingerprint
 from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.random_tensors import ALGORITHM
@@ -36,7 +37,7 @@ from deltaline_server.models.config import CONFIG_FILE, ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore, store_bytes
 from deltaline_server.models.servable import Auto, auto_spans, layer_kinds, left_out, spans_text
-from deltaline_server.models.weights import CPU, LayerLoader, random_init
+from deltaline_server.models.weights import CPU, LayerLoader, opened, random_init
 from deltaline_server.ranks.ways import Ranks
 from deltaline_server.step import SpanShapes
 
@@ -271,8 +272,7 @@ class ModelPlan:
     """What to load: everything is checked, no weight is read. `layers` are those of the spans, in their order.
 
     streams: residual streams within the spans, 0 where layers pass on `[T, hidden]`. hashed: what the loader reads from
-    where it hashes what it reads. shared: what it reads blocks through that layers share, None where there are none.
-    left_out: as Model has it.
+    where it hashes what it reads. between: the sources that it reads through, from there on. left_out: as Model has it.
     """
 
     config: ModelConfig
@@ -283,7 +283,7 @@ class ModelPlan:
     layout: AdapterLayout
     loader: LayerLoader
     hashed: HashedTensors | ReadAhead | None
-    shared: SharedBlocks | None
+    between: tuple[DequantisedTensors | SharedBlocks, ...]
     left_out: str
 
     def stored(self) -> dict[int, list[str]]:
@@ -291,8 +291,8 @@ class ModelPlan:
         found, known = dict[int, list[str]](), set[str]()
         for layer in self.layers:
             names = self.loader.stored(layer)
-            if self.shared is not None:
-                names = [part for name in names for part in self.shared.stored(name)]
+            for source in reversed(self.between):
+                names = [part for name in names for part in source.stored(name)]
             found[layer] = [name for name in names if name not in known]
             known.update(names)
         return found
@@ -336,10 +336,8 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
         source: TensorSource = (
             hashed or checkpoint or random_init(config, layers, options.scope, options.seed, placement.device)
         )
-        shared: SharedBlocks | None = None
-        if checkpoint is not None and config.shared_blocks is not None:
-            source = shared = config.shared_blocks.of(source, config.layers)
-        loader = LayerLoader(source, config, layers, options.scope, placement)
+        between = () if checkpoint is None else opened(source, config)
+        loader = LayerLoader(between[-1] if between else source, config, layers, options.scope, placement)
         streams = config.streams if options.scope is Scope.BLOCK else None
         token = SpanShapes(config.hidden_size, dtype.itemsize)
         ends = span_ends(spans, len(config.layers), token, streams, options.stream_ends)
@@ -347,7 +345,7 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
             loader.check_head()
         layout = AdapterLayout(config, options.scope, layers, placement)
         num_streams = 0 if streams is None else streams.count
-        yield ModelPlan(config, spans, ends, num_streams, layers, layout, loader, hashed, shared, left)
+        yield ModelPlan(config, spans, ends, num_streams, layers, layout, loader, hashed, between, left)
 
 
 @contextmanager

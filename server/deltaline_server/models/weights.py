@@ -14,10 +14,12 @@ from torch import Tensor
 from deltaline_kernels import LoraWeights
 from deltaline_server.checkpoints.checkpoint import DTYPES, TensorSource
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.checkpoints.dequantised import DequantisedTensors
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.checkpoints.random_tensors import RandomTensors
 from deltaline_server.checkpoints.respelled import RespelledTensors
+from deltaline_server.checkpoints.shared_blocks import SharedBlocks
 from deltaline_server.layers import hybrid
 from deltaline_server.layers.attention import AttentionFamily
 from deltaline_server.layers.block import Block, Blocks, Layer
@@ -120,6 +122,17 @@ def random_init(
         head = head_tensors(config.streams, config.hidden_size)
         shapes |= {_beside(PREFIXES[0], name): size for name, size in head.items()}
     return RandomTensors(shapes, seed, device)
+
+
+def opened(source: TensorSource, config: ModelConfig) -> tuple[DequantisedTensors | SharedBlocks, ...]:
+    """Return what makes plain weights of each layer of a checkpoint's tensors: each a source around the one before it,
+    the first around `source`; none where these are plain."""
+    made: list[DequantisedTensors | SharedBlocks] = []
+    if config.quantization is not None:
+        made.append(DequantisedTensors(source, config.quantization.weight_block_size))
+    if config.shared_blocks is not None:
+        made.append(config.shared_blocks.of(made[-1] if made else source, config.layers))
+    return tuple(made)
 
 
 class LayerLoader:

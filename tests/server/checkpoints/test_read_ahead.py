@@ -7,15 +7,13 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import xxhash
-from numpy.typing import NDArray
+from rigs.host_staging import HostStaging
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,25 +25,6 @@ from deltaline_server.checkpoints.staging import CudaStaging
 from deltaline_server.memory.pinning import CudaPinning, HostMemory
 
 ALL = slice(None)
-
-
-class HostStaging:
-    """Has what was read where it was read to. Keeps how many bytes each tensor had that was begun, and fills it with
-    what no file has."""
-
-    def __init__(self) -> None:
-        self.begun: list[int] = []
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        self.begun.append(num_bytes)
-        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
-
-    @contextmanager
-    def piece(self, target: Tensor) -> Iterator[NDArray[np.uint8]]:
-        yield target.numpy()
-
-    def hand_over(self, tensor: Tensor) -> None:
-        pass
 
 
 class AtOnce:

@@ -108,7 +108,7 @@ def test_dtype(raw: dict[str, Any], dtype: str | None) -> None:
         ({"layer_types": ["mamba"] * 4}, "layer_types: expected 4 of linear_attention, full_attention, got .*mamba"),
         ({"mlp_only_layers": 3}, "mlp_only_layers: expected a list of layer numbers, got 3"),
         ({"dtype": "float64"}, "dtype: expected one of .*'float64'"),
-        ({"quantization_config": {}}, "quantization_config: expected none"),
+        ({"quantization_config": {}}, "quantization_config.quant_method: expected 'fp8' .*, got nothing"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -112,6 +112,13 @@ ZAMBA: dict[str, Any] = {
 MAMBA_SSM: dict[str, Any] = {"d_model": 32, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2", "headdim": 16}}
 GONE = object()
 """In place of a value: the key is not there."""
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+OTHER_METHODS: tuple[Any, ...] = ("gptq", "awq", "bitsandbytes", "compressed-tensors", "modelopt", "FP8", 8, None, [8])
+NO_BLOCKS: tuple[Any, ...] = (128, [128], [128, 0], [128, -1], [128, 128.0], [True, 128], [128] * 3, ["128"] * 2, {})
+NOT_BLOCKS = "quantization_config.weight_block_size: expected two integers in 1..1048576, got "
+NOT_FP8 = (
+    "expected 'fp8' (e4m3 weights with scales of blocks or of whole tensors; no other quantised weights are served)"
+)
 # What lies, in which key, with what; and how the message goes on behind the key.
 LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (NEXT, "num_experts", -1, "expected an integer in 0.."),
@@ -158,7 +165,17 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (MOE, "model_type", "qwen3_6_moe", "expected one of qwen3_next, "),
     (MOE, "model_type", 5, "expected one of qwen3_next, "),
     (MOE, "model_type", GONE, "expected one of qwen3_next, "),
-    (MOE, "quantization_config", {"bits": 4}, "expected none (quantised weights are not served)"),
+    (MOE, "quantization_config", {"bits": 4}, f"quantization_config.quant_method: {NOT_FP8}, got nothing"),
+    (MOE, "quantization_config", {}, f"quantization_config.quant_method: {NOT_FP8}, got nothing"),
+    (MOE, "quantization_config", "fp8", "expected an object, got 'fp8'"),
+    (MOE, "quantization_config", [FP8], "expected an object, got ["),
+    *((MOE, "quantization_config", FP8 | {"quant_method": one}, f".quant_method: {NOT_FP8}") for one in OTHER_METHODS),
+    (MOE, "quantization_config", FP8 | {"fmt": "e5m2"}, "quantization_config.fmt: expected 'e4m3', got 'e5m2'"),
+    (MOE, "quantization_config", FP8 | {"fmt": None}, "quantization_config.fmt: expected 'e4m3', got None"),
+    (MOE, "quantization_config", FP8 | {"activation_scheme": "both"}, "expected 'dynamic' or 'static', got 'both'"),
+    *((MOE, "quantization_config", FP8 | {"weight_block_size": one}, NOT_BLOCKS) for one in NO_BLOCKS),
+    (MOE, "quantization_config", FP8 | {"ignored_layers": "lm_head"}, "ignored_layers: expected a list of names of"),
+    (MOE, "quantization_config", FP8 | {"modules_to_not_convert": [1]}, "modules_to_not_convert: expected a list of"),
     (MOE, "num_hidden_layers", 0, "expected an integer in 1..4096, got 0"),
     (MOE, "num_hidden_layers", 3, "layer_types: expected 3 of linear_attention, full_attention"),
     (MOE, "num_hidden_layers", GONE, "expected an integer in 1..4096, got nothing"),
@@ -316,7 +333,13 @@ def check(folder: Path, raw: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "base",
-    [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, STACK, BAMBA, FALCON, GRANITE, OLMO, ZAMBA, MAMBA_SSM],
+    [
+        *(NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, STACK, BAMBA, FALCON, GRANITE, OLMO, ZAMBA, MAMBA_SSM),
+        MOE | {"quantization_config": FP8},
+        MOE | {"quantization_config": FP8 | {"weight_block_size": None, "activation_scheme": "static", "fmt": "e4m3"}},
+        MOE | {"quantization_config": FP8 | {"modules_to_not_convert": ["lm_head"], "ignored_layers": None}},
+        MOE | {"quantization_config": None},
+    ],
     ids=lambda base: base.get("model_type", "mamba_ssm"),
 )
 def test_the_truth_is_served(tmp_path: Path, base: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rigs import small_models
+from rigs.quantised import BLOCK, write_checkpoints
 from rigs.ranked_layers import MODELS as RANKED
 from safetensors.torch import save_file
 
@@ -213,6 +214,13 @@ def test_a_checkpoint_is_sized_by_its_names_alone(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Checkpoint, "read", None)
     sized, random = size(replace(config, model=str(tmp_path), random_init=None), 64), size(config, 64)
     assert (sized.weight_bytes, sized.sequence_bytes) == (random.weight_bytes, random.sequence_bytes)
+
+
+def test_a_checkpoint_in_fp8_takes_the_memory_of_the_dtype_that_it_is_served_in(tmp_path: Path) -> None:
+    config = config_of(tmp_path, HYBRID, dtype="bfloat16")
+    made = write_checkpoints(tmp_path, HYBRID, BLOCK)
+    in_fp8, plain = (size(replace(config, model=str(path), random_init=None), 64).weight_bytes for path in made)
+    assert in_fp8 == plain > 0
 
 
 def test_wrong_options_are_refused_as_the_server_does(tmp_path: Path) -> None:

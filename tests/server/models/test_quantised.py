@@ -1,0 +1,209 @@
+"""Checkpoints in FP8, served as what their weights stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rigs.layer_oracle import serve
+from rigs.quantised import ALL, BLOCK, Checkpoints, apart, quantise, write_checkpoints
+from rigs.ranked_layers import adapt, play
+from rigs.small_models import EXPERTS, GATED_DELTA_NET, HYBRID
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.models.model import AdapterOptions, ModelOptions, check_model, load_model, open_plan
+
+# Blocks are cut in every module, and parts of ranks begin within blocks.
+SIZES = {"hidden_size": 200, "intermediate_size": 300, "linear_num_value_heads": 10, "moe_intermediate_size": 150}
+DENSE, MOE = HYBRID | SIZES, EXPERTS | SIZES
+NEXT = MOE | {"model_type": "qwen3_next"}
+CPU = torch.device("cpu")
+
+
+def outputs(directory: Path, **options: Any) -> Tensor:
+    """What a model computes of a prefill, drafts and decodes."""
+    return play(serve(ModelOptions(CPU, model=directory, **options)), (1, 2), (1, 2))
+
+
+MODELS = pytest.mark.parametrize(
+    ("config", "change"),
+    [(DENSE, dict), (MOE, dict), (NEXT, apart)],
+    ids=["dense", "experts-stacked", "experts-apart"],
+)
+SCALES = pytest.mark.parametrize("block", [BLOCK, None], ids=["blocks", "tensors"])
+
+
+@SCALES
+@MODELS
+def test_it_computes_what_its_weights_in_fp32_do(
+    tmp_path: Path,
+    config: dict[str, Any],
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    block: tuple[int, int] | None,
+) -> None:
+    """The whole model, and the second of two ranks, whose outputs are summands."""
+    made = write_checkpoints(tmp_path, config, block, change)
+    for rank, world_size in ((0, 1), (1, 2)):
+        found = outputs(made.quantised, rank=rank, world_size=world_size)
+        assert found.isfinite().all()
+        assert torch.equal(found, outputs(made.plain, rank=rank, world_size=world_size))
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Checkpoints:
+    return write_checkpoints(tmp_path, GATED_DELTA_NET | {"hidden_size": 200}, BLOCK)
+
+
+def test_it_computes_in_the_model_s_dtype(dense: Checkpoints) -> None:
+    found = outputs(dense.quantised, dtype=torch.bfloat16)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, outputs(dense.plain, dtype=torch.bfloat16))
+
+
+def test_adapters_are_of_the_rows_that_are_meant(dense: Checkpoints) -> None:
+    def adapted(directory: Path) -> Tensor:
+        options = ModelOptions(CPU, model=directory, adapters=AdapterOptions(1, 8))
+        served = serve(options)
+        adapt(served.model, options)
+        return play(served, (1, 2), (1, 2), (0, -1))
+
+    assert torch.equal(adapted(dense.quantised), adapted(dense.plain))
+
+
+def test_weights_and_scales_are_in_the_fingerprint(dense: Checkpoints) -> None:
+    def fingerprint(**options: Any) -> bytes:
+        options = {"model": dense.quantised} | options
+        return load_model(ModelOptions(CPU, **options)).fingerprint(torch.float32, 1)
+
+    first, file = fingerprint(), dense.quantised / "model.safetensors"
+    assert {fingerprint(rank=rank, world_size=2) for rank in range(2)} == {first} != {fingerprint(model=dense.plain)}
+    stored = load_file(file)
+    for name in ("linear_attn.out_proj.weight", "linear_attn.out_proj.weight_scale_inv"):
+        changed = stored[f"model.layers.1.{name}"].clone()
+        changed.view(torch.uint8)[-1, -1] ^= 1
+        save_file(stored | {f"model.layers.1.{name}": changed}, file)
+        assert fingerprint() != first
+    save_file(stored, file)
+    assert fingerprint() == first
+
+
+def test_what_is_read_ahead_is_all_that_it_is_loaded_of(tmp_path: Path) -> None:
+    made = write_checkpoints(tmp_path, NEXT, None, apart)
+    with open_plan(ModelOptions(CPU, model=made.quantised), hashes=True) as plan:
+        for layer, names in plan.stored().items():
+            plan.loader.block(layer, {})
+            assert plan.hashed is not None
+            read = {str(name) for name, *_ in plan.hashed.identity()}
+            assert {name for name in read if f"layers.{layer}." in name} == set(names)
+            assert any(name.endswith("_scale") for name in names)
+            assert not any(name.endswith("input_scale") for name in names)
+
+
+def written(folder: Path, changes: dict[str, Tensor | None]) -> ModelOptions:
+    """Options of a checkpoint of which some tensors are others, or gone."""
+    made = write_checkpoints(folder, DENSE, BLOCK).quantised
+    tensors = load_file(made / "model.safetensors")
+    for name, tensor in changes.items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, made / "model.safetensors")
+    return ModelOptions(CPU, model=made)
+
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({f"{DOWN}_scale_inv": None}, f"{DOWN}_scale_inv: expected the scales of a weight of dtype F8_E4M3, found"),
+        ({f"{DOWN}_scale_inv": torch.ones(3, 2)}, f"{DOWN}_scale_inv: expected shape [2, 3] of a weight [200, 300]"),
+        ({f"{DOWN}_scale_2": torch.ones(1)}, f"{DOWN}_scale_2: expected no such tensor in a served layer, found one"),
+        ({"model.layers.0.mlp.x_scale_inv": torch.ones(1)}, "model.layers.0.mlp.x_scale_inv: expected no such tensor"),
+        ({DOWN: None}, f"{DOWN}: expected shape [200, 300], found nothing"),
+    ],
+)
+def test_a_checkpoint_that_lies_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Tensor | None], expected: str
+) -> None:
+    options = written(tmp_path, changes)
+    with pytest.raises(ModelError) as refused:
+        check_model(options)
+    assert str(refused.value).startswith(expected)
+
+
+def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
+    options = written(tmp_path, {})
+    assert options.model is not None
+    path = options.model / "config.json"
+    raw = json.loads(path.read_text())
+    raw["quantization_config"]["weight_block_size"] = [64, 64]
+    path.write_text(json.dumps(raw))
+    with pytest.raises(
+        ModelError, match=r"_scale_inv: expected shape .* \(\[64, 64\], the weight_block_size\), got \["
+    ):
+        check_model(options)
+
+
+def test_weights_in_fp8_are_refused_where_the_config_tells_of_none(tmp_path: Path) -> None:
+    options = written(tmp_path, {})
+    assert options.model is not None
+    raw = json.loads((options.model / "config.json").read_text())
+    del raw["quantization_config"]
+    (options.model / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=r"_scale_inv: expected no such tensor in a served layer, found one"):
+        check_model(options)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_transformers_makes_the_same_weights_of_it(
+    tmp_path: Path, write_checkpoint: Callable[..., Any], model_type: str
+) -> None:
+    """Of sizes that blocks divide, as it takes no others."""
+    import transformers  # large, and absent where only the other tests run
+
+    sizes = {"layers": 1, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_experts": 4}
+    write_checkpoint(tmp_path, model_type, **sizes)
+    file, path = tmp_path / "model.safetensors", tmp_path / "config.json"
+    stored = dict[str, Tensor]()
+    for name, tensor in load_file(file).items():
+        stored[name] = tensor
+        if ".layers." in name and tensor.ndim == 2 and not any(size % 128 for size in tensor.shape):
+            made = quantise(tensor, BLOCK)
+            stored |= {name: made.stored, f"{name}_scale_inv": made.scales}
+    save_file(stored, file, metadata={"format": "pt"})
+    told = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": told}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        dtype=torch.float32,
+        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
+    ).state_dict()
+    with open_plan(ModelOptions(CPU, model=tmp_path)) as plan:
+        [source] = plan.between
+        [names] = plan.stored().values()
+        ours = {name: source.read(name, ALL, ALL) for name in names if not name.endswith("_scale_inv")}
+    num_quantised = sum(name.endswith("_scale_inv") for name in names)
+    assert num_quantised >= (4 * 3 if "moe" in model_type else 3)
+    for i in range(4 if "moe" in model_type else 0):
+        experts = "model.layers.0.mlp.experts."
+        parts = [ours.pop(f"{experts}{i}.{part}_proj.weight") for part in ("gate", "up", "down")]
+        assert torch.equal(theirs[f"{experts}gate_up_proj"][i], torch.cat(parts[:2]))
+        assert torch.equal(theirs[f"{experts}down_proj"][i], parts[2])
+    assert len(ours) > 8
+    for name, weight in ours.items():
+        assert torch.equal(theirs[name], weight), name
+
+
+def test_stacked_experts_are_what_transformers_makes_of_them() -> None:
+    module = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    theirs = module.Fp8Dequantize(None)
+    made = quantise(torch.randn(3, 256, 128), BLOCK)
+    found = theirs.convert({"weight$": made.stored, "weight_scale_inv": made.scales})["weight"]
+    assert torch.equal(found, made.meant)
