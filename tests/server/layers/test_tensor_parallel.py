@@ -8,7 +8,7 @@ import pytest
 import torch
 from rigs.layer_oracle import TOLERANCE, assert_close
 from rigs.rank_processes import run_ranks
-from rigs.ranked_layers import MODELS, STATE, STEPS, play_all, sum_summands, write_configs
+from rigs.ranked_layers import STATE, STEPS, play_all, sum_summands, write_configs
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -35,45 +35,53 @@ def whole(configs: dict[str, Path]) -> Played:
         return play_all(None, configs)
 
 
-@pytest.fixture(scope="module", params=WORLDS)
-def ranks(
-    request: pytest.FixtureRequest, configs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> list[Played]:
-    return run_ranks(play_all, request.param, tmp_path_factory.mktemp("ranks"), configs)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_ranks_compute_what_one_process_does(
+    whole: Played, configs: dict[str, Path], tmp_path: Path, world_size: int
+) -> None:
+    """One test for all that is asked of all models: the processes take longer to start than all the rest."""
+    ranks = run_ranks(play_all, world_size, tmp_path, configs)
+    for name, played in whole.items():
+        check_outputs(name, played, ranks)
+        check_bits(name, ranks)
+        check_state(name, played, ranks)
+        check_company(name, ranks)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_ranks_compute_what_one_process_does(whole: Played, ranks: list[Played], name: str) -> None:
-    for ran, expected in outputs_of(whole[name]).items():
+def check_outputs(name: str, whole: dict[str, Tensor], ranks: list[Played]) -> None:
+    """What comes out is what one process computes."""
+    for ran, expected in outputs_of(whole).items():
         assert_close(ranks[0][name][ran], expected)
-        assert float((ranks[0][name][ran] - expected).abs().max()) < TOLERANCE * float(expected.abs().max())
-    assert float((whole[name]["adapted"] - whole[name]["once"])[FIRST].norm()) > 0.1
+        assert float((ranks[0][name][ran] - expected).abs().max()) < TOLERANCE * float(expected.abs().max()), (
+            name,
+            ran,
+        )
+    assert float((whole["adapted"] - whole["once"])[FIRST].norm()) > 0.1, name
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_rank_has_the_same_bits_and_has_them_again(ranks: list[Played], name: str) -> None:
+def check_bits(name: str, ranks: list[Played]) -> None:
+    """Every rank has the same bits, and has them again."""
     first, *others = (rank[name] for rank in ranks)
-    assert torch.equal(first["again"], first["once"])
+    assert torch.equal(first["again"], first["once"]), name
     for other in others:
-        assert all(torch.equal(other[ran], made) for ran, made in outputs_of(first).items())
+        assert all(torch.equal(other[ran], made) for ran, made in outputs_of(first).items()), name
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_each_rank_keeps_the_state_of_its_heads(whole: Played, ranks: list[Played], name: str) -> None:
-    """Of fewer heads than ranks, neighbours keep the same one, bitwise."""
-    for key in whole[name].keys() - outputs_of(whole[name]).keys():
-        expected, parts = whole[name][key], [rank[name][key] for rank in ranks]
+def check_state(name: str, whole: dict[str, Tensor], ranks: list[Played]) -> None:
+    """Each rank keeps the state of its heads; of fewer heads than ranks, neighbours keep the same one, bitwise."""
+    for key in whole.keys() - outputs_of(whole).keys():
+        expected, parts = whole[key], [rank[name][key] for rank in ranks]
         copies = len(parts) * parts[0].shape[1] // expected.shape[1]
         assert_close(torch.cat(parts[::copies], dim=1), expected)
-        assert all(torch.equal(part, parts[i // copies * copies]) for i, part in enumerate(parts))
-        assert copies == 1 or expected.shape[1] < len(parts)
+        assert all(torch.equal(part, parts[i // copies * copies]) for i, part in enumerate(parts)), (name, key)
+        assert copies == 1 or expected.shape[1] < len(parts), (name, key)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_row_s_bits_do_not_depend_on_its_company(ranks: list[Played], name: str) -> None:
+def check_company(name: str, ranks: list[Played]) -> None:
+    """A row's bits do not depend on its company."""
     ran = ranks[0][name]
-    assert torch.equal(ran["beside another"][FIRST], ran["once"][FIRST])
-    assert not torch.equal(ran["beside another"], ran["once"])
+    assert torch.equal(ran["beside another"][FIRST], ran["once"][FIRST]), name
+    assert not torch.equal(ran["beside another"], ran["once"]), name
 
 
 def test_summands_are_summed_in_fp32_in_the_order_of_ranks_and_rounded_once(tmp_path: Path) -> None:
