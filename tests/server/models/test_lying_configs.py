@@ -109,6 +109,16 @@ ZAMBA: dict[str, Any] = {
     "mamba_d_state": 16,
     "hidden_act": "gelu",
 }
+LFM2: dict[str, Any] = {
+    "model_type": "lfm2",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "layer_types": ["conv", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LFM2_MOE = LFM2 | {"model_type": "lfm2_moe", "num_dense_layers": 1, "num_experts": 8, "moe_intermediate_size": 24}
 MAMBA_SSM: dict[str, Any] = {"d_model": 32, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2", "headdim": 16}}
 GONE = object()
 """In place of a value: the key is not there."""
@@ -216,6 +226,44 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (OLMO, "rope_parameters", ["rope_theta"], "expected an object"),
     (OLMO, "num_key_value_heads", 3, "num_attention_heads: expected a multiple of num_key_value_heads (3), got 4"),
     (OLMO, "hc_mult", 4, "expected none: olmo_hybrid is served with one residual, got 4"),
+    (LFM2, "layer_types", ["conv"], "expected 2 of conv, full_attention, got ['conv']"),
+    (LFM2, "layer_types", ["conv", "linear_attention"], "expected 2 of conv, full_attention"),
+    (LFM2, "layer_types", ["conv", ["full_attention"]], "expected 2 of conv, full_attention"),
+    (LFM2 | {"layer_types": None}, "full_attn_idxs", 1, "expected a list of layer numbers, got 1"),
+    (LFM2 | {"layer_types": None}, "full_attn_idxs", ["1"], "expected a list of layer numbers"),
+    (LFM2, "conv_L_cache", 1, "expected an integer in 2..6, got 1"),
+    (LFM2, "conv_L_cache", 7, "expected an integer in 2..6, got 7"),
+    (LFM2, "conv_L_cache", None, "expected an integer in 2..6, got None"),
+    (LFM2, "conv_bias", 0, "expected true or false, got 0"),
+    (LFM2, "hidden_size", 1 << 40, "expected an integer in 1..1048576"),
+    (LFM2, "intermediate_size", 0, "expected an integer in 1..1048576, got 0"),
+    (
+        LFM2,
+        "intermediate_size",
+        1,
+        "expected MLPs of 1..1048576 channels once adjusted (block_auto_adjust_ff_dim), not 0",
+    ),
+    (LFM2, "block_ff_dim", "48", "expected an integer in 1..1048576, got '48'"),
+    (LFM2, "block_auto_adjust_ff_dim", "yes", "expected true or false, got 'yes'"),
+    (LFM2, "block_multiple_of", 0, "expected an integer in 1..1048576, got 0"),
+    (LFM2, "block_ffn_dim_multiplier", -1.0, "expected a positive number that fp32 holds, got -1.0"),
+    (
+        LFM2 | {"block_ffn_dim_multiplier": 1e30},
+        "block_ff_dim",
+        48,
+        "expected MLPs of 1..1048576 channels once adjusted",
+    ),
+    (LFM2, "norm_eps", 0, "expected a positive number that fp32 holds, got 0"),
+    (LFM2, "num_key_value_heads", 3, "num_attention_heads: expected a multiple of num_key_value_heads (3), got 4"),
+    (LFM2, "rope_parameters", {"rope_type": "yarn"}, "expected 'default', got 'yarn'"),
+    (LFM2_MOE, "layer_types", GONE, "expected 2 of conv, full_attention, got nothing"),
+    (LFM2_MOE, "num_dense_layers", -1, "expected an integer in 0..4096, got -1"),
+    (LFM2_MOE, "num_experts", 0, "expected an integer in 1..4096, got 0"),
+    (LFM2_MOE, "num_experts_per_tok", 9, "expected an integer in 1..8, got 9"),
+    (LFM2_MOE, "moe_intermediate_size", 0, "expected an integer in 1..1048576, got 0"),
+    (LFM2_MOE, "use_expert_bias", 1, "expected true or false, got 1"),
+    (LFM2_MOE, "norm_topk_prob", None, "expected true or false, got None"),
+    (LFM2_MOE, "routed_scaling_factor", 0, "expected a positive number that fp32 holds, got 0"),
     (MAMBA_SSM, "ssm_cfg", {"headdim": 16}, "ssm_cfg.layer: expected 'Mamba2', got nothing"),
     (MAMBA_SSM, "ssm_cfg", {"layer": "Mamba1"}, "ssm_cfg.layer: expected 'Mamba2', got 'Mamba1'"),
     (MAMBA_SSM, "ssm_cfg", {"layer": "Mamba2", "headdim": 60}, "ssm_cfg.headdim: expected a divisor of 64 channels"),
@@ -316,7 +364,7 @@ def check(folder: Path, raw: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "base",
-    [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, STACK, BAMBA, FALCON, GRANITE, OLMO, ZAMBA, MAMBA_SSM],
+    [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, STACK, BAMBA, FALCON, GRANITE, OLMO, ZAMBA, LFM2, LFM2_MOE, MAMBA_SSM],
     ids=lambda base: base.get("model_type", "mamba_ssm"),
 )
 def test_the_truth_is_served(tmp_path: Path, base: dict[str, Any]) -> None:
