@@ -26,7 +26,7 @@ class ExpertNames:
     router: of the gates of all experts; score_bias: of what is added to their scores, None where nothing is. gate_up,
     down: of stacks of the experts' weights; in place of them there may be modules of each expert, those of `parts`,
     `experts.0.gate_proj` and so on. shared: of the expert that all tokens have, whole names, None where there is none;
-    shared_gate: of what weighs it, None where nothing does.
+    shared_gate: of what weighs that one, None where nothing does.
     """
 
     name: str = "mlp."
@@ -46,7 +46,8 @@ class ExpertNames:
     @property
     def gates(self) -> tuple[str, ...]:
         """The whole names of the gates, in the order of the router's logits."""
-        return tuple(self.name + gate for gate in (self.router, self.shared_gate) if gate is not None)
+        shared = None if self.shared is None else self.shared_gate
+        return tuple(self.name + gate for gate in (self.router, shared) if gate is not None)
 
     def of_expert(self, expert: int, part: str) -> str:
         """The whole name of a weight of one expert, one of `parts`."""

@@ -15,7 +15,6 @@ from deltaline_server.layers.block import BlockNames
 from deltaline_server.layers.experts import ExpertNames
 from deltaline_server.layers.gated_delta_net import DeltaLayout
 from deltaline_server.layers.shapes import SIGMOID, QkNorm
-from deltaline_server.models.expert_keys import ExpertKeys
 from deltaline_server.models.layer_patterns import (
     dense_layers,
     dense_or_expert_layers,
@@ -41,7 +40,7 @@ from deltaline_server.models.mixer_keys import (
     ShortConvKeys,
     has_rope_theta,
 )
-from deltaline_server.models.mlp_keys import adjusted_size
+from deltaline_server.models.mlp_keys import ExpertKeys, adjusted_size
 from deltaline_server.models.parts import LayerConfig, LayerKind, MixerKind
 
 
@@ -138,7 +137,15 @@ _BAMBA_MIXER = Mamba2Keys(
 )
 _NEMOTRON_MLP = MlpNames("mixer.", ("up_proj",), activation=Activation.RELU2)
 _GRANITE_MLP = MlpNames("shared_mlp.", ("input_linear",), "output_linear")
-_LFM2_MLP = MlpNames("feed_forward.", ("w1", "w3"), "w2")
+_LFM2_NAMES = BlockNames(
+    ("operator_norm.", "ffn_norm."),
+    norm_offset=0,
+    mlp=MlpNames("feed_forward.", ("w1", "w3"), "w2"),
+    experts=ExpertNames("feed_forward.", parts=(("w1", "w3"), ("w2",)), score_bias="expert_bias", shared=None),
+)
+_LFM2_EXPERTS = ExpertKeys(
+    32, 4, inner=1792, shared_key=None, scoring=SIGMOID, has_groups=False, score_bias="use_expert_bias"
+)
 _LFM2 = Family(
     layers=short_conv_layers,
     mixers={
@@ -154,18 +161,7 @@ _LFM2 = Family(
             norms=("q_layernorm.weight", "k_layernorm.weight"),
         ),
     },
-    blocks=BlockNames(
-        ("operator_norm.", "ffn_norm."),
-        norm_offset=0,
-        mlp=_LFM2_MLP,
-        experts=ExpertNames(
-            "feed_forward.",
-            parts=(("w1", "w3"), ("w2",)),
-            score_bias="expert_bias",
-            shared=None,
-            shared_gate=None,
-        ),
-    ),
+    blocks=_LFM2_NAMES,
     activation=None,
     eps="norm_eps",
     default_eps=1e-5,
@@ -379,21 +375,7 @@ FAMILIES: dict[str, Family] = {
         shares_blocks=True,
     ),
     "lfm2": _LFM2,
-    "lfm2_moe": replace(
-        _LFM2,
-        layers=short_conv_or_expert_layers,
-        adjusts_inner=None,
-        experts=ExpertKeys(
-            num_experts=32,
-            top_k=4,
-            inner=1792,
-            shared_key=None,
-            has_shared_gate=False,
-            scoring=SIGMOID,
-            has_groups=False,
-            score_bias="use_expert_bias",
-        ),
-    ),
+    "lfm2_moe": replace(_LFM2, layers=short_conv_or_expert_layers, adjusts_inner=None, experts=_LFM2_EXPERTS),
     "olmo_hybrid": Family(
         layers=every_fourth_layers,
         mixers={
