@@ -18,7 +18,6 @@ from rigs.small_models import (
     GATED_DELTA_NET,
     GRANITE,
     HYBRID,
-    LFM2,
     LFM2_MOE,
     MAMBA2,
     NEMOTRON,
@@ -48,8 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "falcon-norm": FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1},
     "zamba": ZAMBA,
     "bamba": BAMBA | {"num_attention_heads": 8, "mlp_bias": True},
-    "lfm2": LFM2 | {"conv_bias": True},
-    "lfm2-experts": LFM2_MOE,
+    "lfm2": LFM2_MOE | {"conv_bias": True},
     "granite": GRANITE | {"num_attention_heads": 8},
 }
 # A prefill; drafts beside a decode; a decode that commits two drafts; another. Of two rows each: lengths, which are
