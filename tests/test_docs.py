@@ -63,6 +63,13 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert [target for target in targets if not (path.parent / target).exists()] == []
 
 
+def test_decisions_are_numbered_one_by_one() -> None:
+    pages = sorted(ROOT.glob("docs/adr/0*.md"))
+    assert [page.name[:4] for page in pages] == [f"{i:04}" for i in range(1, len(pages) + 1)]
+    titles = [page.read_text(encoding="utf-8").partition(".")[0] for page in pages]
+    assert titles == [f"# {page.name[:4]}" for page in pages]
+
+
 def test_make_targets_of_the_readme_exist() -> None:
     named = set(re.findall(r"(?:`|^    )make ([a-z][a-z-]*)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))

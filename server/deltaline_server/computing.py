@@ -6,6 +6,8 @@ Building reads files and allocates memory on the device: it takes from a second 
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -34,6 +36,8 @@ from deltaline_server.step import Limits
 
 # Long rows of a batch. Each has to be large for its kernels to be fast.
 MAX_LONG_ROWS = 8
+# How long a server over ranks has to end once one of them is gone.
+END_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,9 @@ class Computing:
         except GroupError as error:
             raise ModelError(str(error)) from error
         ways = Ways.open(group.ranks)
-        return replace(
-            loaded, ways=ways, executor=loaded.executor if place.rank else LeadingExecutor(loaded.executor, ways)
-        )
+        if place.rank:
+            return replace(loaded, ways=ways)
+        return replace(loaded, ways=ways, executor=LeadingExecutor(loaded.executor, ways, _end_in_time))
 
     @classmethod
     def _load(cls, config: Config, options: ModelOptions, progress: Progress) -> Self:
@@ -118,6 +122,13 @@ class Computing:
             "adapter places": str(adapters),
             "versions": f"deltaline {__version__}, torch {torch.__version__}",
         }
+
+
+def _end_in_time() -> None:
+    """End this process where it has not ended by itself: its event loop may wait for the rank that is gone."""
+    timer = threading.Timer(END_S, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 def make_executor(model: Model, pool: StatePool, limits: Limits) -> Executor:

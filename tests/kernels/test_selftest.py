@@ -158,7 +158,9 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({check.name for check in alone}) == len(alone)
 
 
-@pytest.mark.parametrize(("name", "part"), [("route_tokens", "routes"), ("run_experts", "experts")])
+@pytest.mark.parametrize(
+    ("name", "part"), [("route_tokens", "routes"), ("run_experts", "experts"), ("route_and_run_experts", "whole")]
+)
 def test_selftest_names_wrong_experts(monkeypatch: pytest.MonkeyPatch, name: str, part: str) -> None:
     right = getattr(moe_selftest, name)
 
@@ -168,7 +170,7 @@ def test_selftest_names_wrong_experts(monkeypatch: pytest.MonkeyPatch, name: str
         return (made[0], made[1] + (made[1] > 400)) if isinstance(made, tuple) else made.roll(1, 1)
 
     monkeypatch.setattr(moe_selftest, name, turned)
-    checks = run_selftest("cpu", torch.bfloat16, router=Router(2), num_experts=500)
+    checks = run_selftest("cpu", torch.bfloat16, router=Router(2, num_shared=1), num_experts=500)
     assert {check.name.rsplit(",", 2)[0] for check in checks if not check.ok} == {f"moe, {part}"}
 
 

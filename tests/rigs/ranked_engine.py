@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -135,12 +136,14 @@ def idle(ranks: Ranks, config: Path, seconds: float) -> float:
 
 
 def leave(ranks: Ranks, config: Path) -> list[bool]:
-    """Let the other rank go while nothing is asked: whether the engine comes to know it, and whether a batch fails."""
+    """Let the other rank go while nothing is asked: whether the engine comes to know it, whether a batch fails, and
+    whether that a rank is lost was told."""
     model, _, executor = load(ranks, config)
     ways = Ways.open(ranks)
     if ranks.rank > 0:
         return []
-    engine = Engine(LeadingExecutor(executor, ways), model.device)
+    lost = threading.Event()
+    engine = Engine(LeadingExecutor(executor, ways, lost.set), model.device)
     engine.start()
     end_s = time.monotonic() + WAIT_S
     while not engine.failed() and time.monotonic() < end_s:
@@ -152,7 +155,7 @@ def leave(ranks: Ranks, config: Path) -> list[bool]:
     engine.submit(batch, done.put)
     has_failed = done.get(timeout=WAIT_S).failed
     engine.close()
-    return [is_known, has_failed]
+    return [is_known, has_failed, lost.wait(WAIT_S)]
 
 
 def load(ranks: Ranks | None, config: Path) -> tuple[Model, StatePool, Executor]:

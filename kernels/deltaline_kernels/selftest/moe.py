@@ -1,6 +1,7 @@
 """What the self-test computes for mixtures of experts: routes of a layer, and what its experts make of tokens."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,12 +11,14 @@ from deltaline_kernels.device.sizes import cdiv, count_tiles
 from deltaline_kernels.moe import (
     SILU,
     Router,
+    route_and_run_experts,
+    route_and_run_experts_reference,
     route_tokens,
     route_tokens_reference,
     run_experts,
     run_experts_reference,
 )
-from deltaline_kernels.moe.plan import plan_tiles
+from deltaline_kernels.moe.plan import DIRECT_TOKENS, plan_tiles
 from deltaline_kernels.selftest.shapes import Compared, Fills
 
 TOKENS = (1, 6, 40)
@@ -59,6 +62,13 @@ def compare_moe(
         x = fill(num_tokens, hidden).to(dtype)
         own = x, gate_up, down, weights, experts, activation
         yield f"moe, experts, {label}", [run_experts(*own)], [run_experts_reference(*own)]
+        if router.num_shared and num_tokens <= DIRECT_TOKENS:
+            # As a layer calls both: the shared ones are computed by another kernel, before the routes are there.
+            count, one_group = few - router.num_shared, replace(router, num_groups=1, top_groups=1)
+            few_logits = logits[:, : count + router.shared_gate]
+            few_bias = None if bias is None else bias[:count]
+            whole = x, few_logits, one_group, gate_up, down, few_bias, starts, activation
+            yield f"moe, whole, {label}", [route_and_run_experts(*whole)], [route_and_run_experts_reference(*whole)]
 
 
 def few_experts(router: Router, num_experts: int) -> int:

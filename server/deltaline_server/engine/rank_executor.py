@@ -46,9 +46,10 @@ class LeadingExecutor:
     A rank that is gone is a lost device: what it has of the state is nowhere else.
     """
 
-    def __init__(self, own: Executor, ways: Ways) -> None:
-        """ways: to the ranks that share the model; the others `follow`."""
-        self._own, self._orders, self._telling = own, ways.orders, threading.Lock()
+    def __init__(self, own: Executor, ways: Ways, lost: Callable[[], None] = lambda: None) -> None:
+        """ways: to the ranks that share the model; the others `follow`. lost: called on another thread when one of them
+        is gone: whoever told it something may wait for it, and for ever."""
+        self._own, self._orders, self._telling, self._lost = own, ways.orders, threading.Lock(), lost
         self.is_asynchronous = own.is_asynchronous
         self.is_gone = False
         self._listening = Listening(ways.beats, self._lose)
@@ -106,6 +107,7 @@ class LeadingExecutor:
     def _lose(self, rank: int, why: str) -> None:
         self.is_gone = True
         logger.error("rank %d is gone: %s", rank, why)
+        self._lost()
 
 
 def follow(executor: Executor, ways: Ways, copy: Callable[[Integers], None], lost: Callable[[], None]) -> None:

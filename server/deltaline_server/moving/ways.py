@@ -85,6 +85,7 @@ class LinkWay:
         """path: where the server listens."""
         self._path, self._metadata = path, tuple(metadata)
         self._connection: LinkSocket[status_pb2.Status] | None = None
+        self._connecting = asyncio.Lock()
 
     async def __aenter__(self) -> LinkWay:
         """Raises OSError, ValueError unless a server of the user that owns the socket's folder answers."""
@@ -146,10 +147,11 @@ class LinkWay:
 
     async def _connected(self) -> LinkSocket[status_pb2.Status]:
         """A connection that is not over. Raises OSError, ValueError."""
-        if self._connection is None or self._connection.is_over:
-            connected, welcome = await asyncio.to_thread(connect, self._path)
-            self._connection = LinkSocket(connected, Conversation(welcome.message_bytes, lambda status: status))
-        return self._connection
+        async with self._connecting:  # or each of several calls would make one
+            if self._connection is None or self._connection.is_over:
+                connected, welcome = await asyncio.to_thread(connect, self._path)
+                self._connection = LinkSocket(connected, Conversation(welcome.message_bytes, lambda status: status))
+            return self._connection
 
 
 def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:

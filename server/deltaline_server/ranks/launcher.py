@@ -29,7 +29,7 @@ _USUAL = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TORCH_SYMM_ME
 
 def launch(world_size: int, command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a command in so many processes, each told its place, until all have ended; the exit code of the first that
-    did.
+    did, of rank 0 where that is 0.
 
     SIGTERM and SIGINT are passed on to rank 0. All are killed when this process is.
     """
@@ -80,6 +80,8 @@ def _end_together(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     for one in ranks[1:]:
         with suppress(subprocess.TimeoutExpired):
             one.wait(max(0.0, last_s - time.monotonic()))
+    # The others end when rank 0 says so, also where that has failed.
+    code = code or ranks[0].poll() or 0
     _kill(ranks)
     return code if code >= 0 else 128 - code
 

@@ -363,7 +363,6 @@ class StepLedger:
             Reason.SPAN_TOO_FAR_AHEAD: f"this span is more than {MAX_FIXED_COMMITS} commits ahead of another",
             Reason.PREDECESSOR_REFUSED: "a step before this one was refused, so this one was not run",
             Reason.QUEUE_DEADLINE: "the queue deadline passed before the first chunk began",
-            Reason.STOPPING: "the server has lost its device, and with it every sequence",
             Reason.STATE_POISONED: "a computation failed or gave a value that is not finite; start a new sequence",
             Reason.STOPPING: "the server is stopping",
             Reason.NON_FINITE_INPUT: "hidden: the row has a value that is not finite",

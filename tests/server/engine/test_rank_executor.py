@@ -36,5 +36,5 @@ def test_a_rank_sleeps_while_there_is_nothing_to_do(config: Path, tmp_path: Path
 
 
 def test_a_rank_that_goes_while_nothing_is_asked_is_a_lost_device(config: Path, tmp_path: Path) -> None:
-    (is_known, has_failed), _ = run_ranks(leave, 2, tmp_path, config)
-    assert is_known and has_failed
+    (is_known, has_failed, is_told), _ = run_ranks(leave, 2, tmp_path, config)
+    assert is_known and has_failed and is_told

@@ -64,6 +64,13 @@ def test_signals_are_rank_0_s_and_its_code_is_the_launcher_s(tmp_path: Path) -> 
     assert not any(map(is_alive, pids(tmp_path)))
 
 
+def test_the_code_is_rank_0_s_also_where_another_ends_before_it(tmp_path: Path) -> None:
+    """As it does when rank 0 has lost its GPU, and lets the others end."""
+    with started(tmp_path, "time.sleep(0.5); sys.exit(3)", "sys.exit(0)") as launcher:
+        assert launcher.wait(WAITS_S) == 3
+    assert not any(map(is_alive, pids(tmp_path)))
+
+
 def test_rank_0_gets_a_socket_that_listens_on_loopback_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

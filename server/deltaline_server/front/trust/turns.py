@@ -31,8 +31,7 @@ class Turns:
             del called_s[first]
         num_others = len(called_s)
         called_s[principal] = now_s
-        if not num_others:
-            return 0.0
+        # Of calls that began to wait beside others none is overtaken.
         turn_s = max(now_s, self._turn_s.get(principal, now_s))
-        self._turn_s[principal] = turn_s + CALL_S * (num_others + 1)
+        self._turn_s[principal] = turn_s + (CALL_S * (num_others + 1) if num_others else 0.0)
         return turn_s - now_s

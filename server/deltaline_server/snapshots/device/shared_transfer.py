@@ -55,6 +55,7 @@ class ShareTransfer:
         else:
             self._way.take(torch.from_numpy(share), 0)
             self.scatter(spans, place, share)
+            self._way.give(torch.ones(1), 0)
 
     def room(self, spans: Sequence[SpanProgress], place: StatePlace) -> Bytes:
         """Memory for a share."""
@@ -97,7 +98,7 @@ class SharedTransfer:
                 memory[whole] = share[part]
 
     def scatter(self, spans: Sequence[SpanProgress], place: StatePlace, memory: Bytes) -> None:
-        """As StateTransfer.scatter; and it has ended."""
+        """As StateTransfer.scatter; and it has ended on every rank, whose next batch may read what it wrote."""
         share = self._own.room(spans, place)
         self._tell(_told(_SCATTER, spans, place))
         for rank in reversed(range(self._way.world_size)):
@@ -107,6 +108,9 @@ class SharedTransfer:
             if rank:
                 self._way.give(torch.from_numpy(share), rank)
         self._own.scatter(spans, place, share)
+        done = torch.empty(1)
+        for rank in range(1, self._way.world_size):
+            self._way.take(done, rank)
 
     def commits(self, spans: Sequence[SpanProgress], memory: Bytes) -> Commits:
         """As StateTransfer.commits."""

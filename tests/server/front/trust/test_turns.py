@@ -46,6 +46,16 @@ def test_who_has_called_counts_for_a_while() -> None:
     assert rig.waits_s(100, principal=1) == [0.0] * 100, "the other is forgotten, and so are turns beside it"
 
 
+def test_no_call_overtakes_those_that_began_to_wait_beside_another() -> None:
+    rig = Rig()
+    rig.waits_s(1, principal=2)
+    begin_s = [rig.now_s + wait_s for wait_s in rig.waits_s(400, principal=1)]
+    rig.now_s += 1.2 * ACTIVE_S
+    assert rig.now_s < begin_s[-1], "the test is of calls that still wait when the other is forgotten"
+    after_s = [rig.now_s + wait_s for wait_s in rig.waits_s(3, principal=1)]
+    assert after_s[0] > begin_s[-1] and len(set(after_s)) == 1
+
+
 def test_the_last_call_of_each_counts() -> None:
     rig = Rig()
     rig.waits_s(1, principal=2)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -10,6 +15,17 @@ import torch
 from rigs.rank_processes import run_ranks
 from rigs.ranked_layers import MODELS, write_configs
 from rigs.ranked_states import carry
+from torch import Tensor
+
+from deltaline_server.layers.state_pool import StatePool
+from deltaline_server.models.model import Model
+from deltaline_server.ranks.ways import Ranks
+from deltaline_server.snapshots.device import shared_transfer
+from deltaline_server.snapshots.device.shared_transfer import SharedTransfer, ShareTransfer, Told
+from deltaline_server.snapshots.device.transfer import StatePlace
+from deltaline_server.snapshots.layout import SpanProgress, StateLayout
+
+WAIT_S = 10.0
 
 
 @pytest.mark.parametrize(
@@ -44,3 +60,48 @@ def test_a_state_goes_from_one_process_over_ranks_and_back_with_its_bytes(
         np.testing.assert_array_equal(stored, first)
         for ours, expected in zip(next_outputs, outputs, strict=True):
             np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4 * float(np.abs(expected).max()))
+
+
+class Way:
+    """One end of a connection of ranks 0 and 1."""
+
+    world_size = 2
+
+    def __init__(self, sent: queue.SimpleQueue[Tensor], coming: queue.SimpleQueue[Tensor]) -> None:
+        self._sent, self._coming = sent, coming
+
+    def give(self, tensor: Tensor, rank: int) -> None:
+        self._sent.put(tensor.clone())
+
+    def take(self, tensor: Tensor, rank: int) -> None:
+        tensor.copy_(self._coming.get(timeout=WAIT_S))
+
+
+def test_a_scatter_ends_when_it_has_ended_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a batch that is told next reads on another rank what was there before."""
+    may_end, has_begun = threading.Event(), threading.Event()
+
+    def scatter(*_: object) -> None:
+        if threading.current_thread().name == "follower":
+            has_begun.set()
+            assert may_end.wait(WAIT_S)
+
+    monkeypatch.setattr(shared_transfer, "StateTransfer", lambda *_: SimpleNamespace(scatter=scatter))
+    layout = StateLayout((), num_spans=1, itemsize=4, state_itemsize=4, max_draft=1)
+    ends: tuple[queue.SimpleQueue[Tensor], queue.SimpleQueue[Tensor]] = queue.SimpleQueue(), queue.SimpleQueue()
+    ways = [cast(Ranks, Way(*ends)), cast(Ranks, Way(*reversed(ends)))]
+    model, pool = cast(Model, SimpleNamespace(shapes=())), cast(StatePool, None)
+    own, other = (ShareTransfer(layout, model, (), pool, way) for way in ways)
+    told: queue.SimpleQueue[Told] = queue.SimpleQueue()
+    whole = SharedTransfer(layout, own, ways[0], told.put)
+    follower = threading.Thread(target=lambda: other.follow(told.get(timeout=WAIT_S)), name="follower")
+    follower.start()
+    state = [SpanProgress()], StatePlace((0,), np.zeros(0, dtype=np.int32)), np.zeros(0, dtype=np.uint8)
+    with ThreadPoolExecutor(1) as rank_0:
+        scattered = rank_0.submit(whole.scatter, *state)
+        assert has_begun.wait(WAIT_S)
+        with pytest.raises(TimeoutError):
+            scattered.result(0.2)
+        may_end.set()
+        scattered.result(WAIT_S)
+    follower.join(WAIT_S)
