@@ -206,8 +206,8 @@ def mamba2_without_limits(*args: Any, dt_limit: Any, **kw: Any) -> Any:
     return mamba2(*args, **kw)
 
 
-def conv1d_without_bias(x: Any, weight: Any, bias: Any, *args: Any) -> Any:
-    return causal_conv1d(x, weight, None, *args)
+def conv1d_without_bias(x: Any, weight: Any, bias: Any, *args: Any, **options: Any) -> Any:
+    return causal_conv1d(x, weight, None, *args, **options)
 
 
 @pytest.mark.parametrize(
