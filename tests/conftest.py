@@ -151,6 +151,15 @@ def _write_checkpoint(
         "mamba_n_groups": key_heads,
         "mamba_chunk_size": 32,
     }
+    short_convolutions = {
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "layer_types": ["conv"] * layers,
+        "pad_token_id": None,  # its own are beyond a small vocabulary
+        "eos_token_id": None,
+    }
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": hidden}
     if model_type == "mamba2":
         config |= mamba | {"n_groups": key_heads, "state_size": head_dim}
@@ -167,6 +176,12 @@ def _write_checkpoint(
         }
         # As for nemotron_h.
         made = transformers.Zamba2Config(**config | sizes | {"chunk_size": 32, "time_step_min": 1e-6} | overrides)
+    elif model_type == "lfm2":
+        sizes = {"block_auto_adjust_ff_dim": False}
+        made = transformers.Lfm2Config(**config | short_convolutions | sizes | overrides)
+    elif model_type == "lfm2_moe":
+        sizes = {key: value for key, value in experts.items() if not key.startswith("shared")}
+        made = transformers.Lfm2MoeConfig(**config | short_convolutions | sizes | {"num_dense_layers": 1} | overrides)
     elif model_type == "falcon_h1":
         sizes = {"intermediate_size": intermediate, "head_dim": 16, "mamba_d_ssm": 2 * hidden}
         made = transformers.FalconH1Config(**config | beside_attention | sizes | overrides)
@@ -195,6 +210,8 @@ def _write_checkpoint(
         "bamba": "BambaForCausalLM",
         "falcon_h1": "FalconH1ForCausalLM",
         "zamba2": "Zamba2ForCausalLM",
+        "lfm2": "Lfm2ForCausalLM",
+        "lfm2_moe": "Lfm2MoeForCausalLM",
         "olmo_hybrid": "OlmoHybridForCausalLM",
         "granitemoehybrid": "GraniteMoeHybridForCausalLM",
         "nemotron_h": "NemotronHForCausalLM",
@@ -220,7 +237,7 @@ def _write_checkpoint(
             else:
                 weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
         for name, buffer in model.named_buffers():
-            if name.endswith(".e_score_correction_bias"):
+            if name.endswith((".e_score_correction_bias", ".expert_bias")):
                 buffer.normal_(0, 0.3, generator=generator)
     model = model.to(getattr(torch, dtype)).eval()
     model.save_pretrained(directory, max_shard_size=max_shard_size)

@@ -38,6 +38,7 @@ BAMBA = {"attn_layer_indices": [1]}
 NEMOTRON = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]}
 ZAMBA = {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "layers": 3, "tie_word_embeddings": False}
 FALCON = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.9, 0.3], "key_multiplier": 0.4}
+LFM2 = {"layer_types": ["conv", "full_attention"]}
 GRANITE = {"layer_types": ["mamba", "attention"], "embedding_multiplier": 3.0, "logits_scaling": 4.0}
 
 
@@ -154,6 +155,8 @@ def test_logits_are_those_of_the_whole_model(
         ("granitemoehybrid", GRANITE | {"num_local_experts": 4}),
         ("nemotron_h", NEMOTRON),
         ("falcon_h1", FALCON),
+        ("lfm2", LFM2),
+        ("lfm2_moe", LFM2),
         ("zamba2", ZAMBA),
         ("zamba2", ZAMBA | {"tie_word_embeddings": True}),
     ],

@@ -38,8 +38,8 @@ from deltaline_kernels.selftest.shapes import Shapes, batches
 
 def families(recurrence: str, *more: str) -> set[str]:
     """What the self-test compares of a model."""
-    mixer = {"rotary", "attention"} if recurrence == "attention" else {"conv1d", recurrence, "norm"}
-    return {"lora", "residual", *mixer, *more}
+    mixers = {"attention": {"rotary", "attention"}, "short_conv": {"conv1d"}}
+    return {"lora", "residual", *mixers.get(recurrence, {"conv1d", recurrence, "norm"}), *more}
 
 
 # A recurrence and the sizes of a model.
@@ -66,6 +66,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2-one-norm-limits-bias": (
         "mamba2",
         {"num_key_heads": 4, "norm_groups": 1, "dt_limit": (0.2, 0.9), "has_conv_bias": True},
+    ),
+    "short-conv": ("short_conv", {"num_key_heads": 0, "conv_width": 3}),
+    "short-conv-odd": (
+        "short_conv",
+        {"num_key_heads": 0, "num_value_heads": 3, "value_dim": 8, "max_draft": 1, "has_conv_bias": True},
     ),
     "attention": ("attention", {}),
     "attention-odd": (
@@ -201,8 +206,8 @@ def mamba2_without_limits(*args: Any, dt_limit: Any, **kw: Any) -> Any:
     return mamba2(*args, **kw)
 
 
-def conv1d_without_bias(x: Any, weight: Any, bias: Any, *args: Any) -> Any:
-    return causal_conv1d(x, weight, None, *args)
+def conv1d_without_bias(x: Any, weight: Any, bias: Any, *args: Any, **options: Any) -> Any:
+    return causal_conv1d(x, weight, None, *args, **options)
 
 
 @pytest.mark.parametrize(

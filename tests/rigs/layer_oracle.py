@@ -19,7 +19,8 @@ from deltaline_server.models.model import Model, ModelOptions, load_model
 from deltaline_server.snapshots.tiers import layer_numbers
 
 TOLERANCE = 1e-4
-MIXERS = ("mixer", "mamba", "linear_attn", "self_attn")
+MIXERS = ("mixer", "mamba", "linear_attn", "conv", "self_attn")
+SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
 MAX_DRAFT, PAGE_SIZE = 4, 16
 MAMBA = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid", "falcon_h1", "zamba2")
 WITHOUT_POSITIONS = ("mamba2", "nemotron_h")
@@ -56,7 +57,7 @@ class Oracle:
             arguments = {"cache_params" if hasattr(config, "hc_mult") else takes_cache: cache}
         else:
             arguments = {"past_key_values": cache}
-        rotary = getattr(base, "rotary_emb", None)
+        rotary = getattr(base, "rotary_emb", getattr(base, "pos_emb", None))
         if config.model_type not in WITHOUT_POSITIONS:
             at = at.expand(3, 1, -1) if config.model_type.startswith("qwen3_5") else at
             arguments["position_embeddings"] = None if rotary is None else rotary(x.flatten(2), at)
@@ -83,6 +84,8 @@ class Oracle:
                 x = mixer(x, attention_mask=mask, **arguments)[0]
             elif kind in ("mlp", "moe"):
                 x = mixer(x)
+            elif config.model_type in SHORT_CONVOLUTIONS:
+                x = mixer(x, past_key_values=cache)
             else:
                 x = mixer(x, cache_params=cache)
         return x[0]
@@ -184,9 +187,11 @@ def assert_same_state(served: Served, line: int, cache: Any, layers: range) -> N
     is_mamba = served.model.config.model_type in MAMBA
     for state, i in zip(served.pool.layers, layer_numbers(served.model), strict=True):
         if isinstance(state, LayerState) and i in layers:
-            history, recurrent = cache.layers[i].conv_states[0][0].t()[1:], cache.layers[i].recurrent_states[0][0]
-            assert_close(state.recurrent[line].cpu(), recurrent if is_mamba else recurrent.transpose(1, 2))
+            history = cache.layers[i].conv_states[0][0].t()[1:]
             assert_close(state.conv[line, : len(history)].cpu(), history)
+            if state.recurrent.numel():
+                recurrent = cache.layers[i].recurrent_states[0][0]
+                assert_close(state.recurrent[line].cpu(), recurrent if is_mamba else recurrent.transpose(1, 2))
 
 
 def assert_same_life(oracle: Oracle, device: str, layers: range) -> None:

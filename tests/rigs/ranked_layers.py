@@ -11,9 +11,21 @@ from typing import Any
 import torch
 from rigs.adapter_cases import PREFIX, adapter_config, plan_adapter, poisoned
 from rigs.layer_oracle import MAX_DRAFT, Served, serve
-from rigs.small_models import BAMBA, EXPERTS, FALCON, GATED_DELTA_NET, GRANITE, HYBRID, MAMBA2, NEMOTRON, ZAMBA
+from rigs.small_models import (
+    BAMBA,
+    EXPERTS,
+    FALCON,
+    GATED_DELTA_NET,
+    GRANITE,
+    HYBRID,
+    LFM2_MOE,
+    MAMBA2,
+    NEMOTRON,
+    ZAMBA,
+)
 from torch import Tensor
 
+from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.state_pool import LayerState
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, open_weights
 from deltaline_server.ranks.ways import Ranks
@@ -35,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "falcon-norm": FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1},
     "zamba": ZAMBA,
     "bamba": BAMBA | {"num_attention_heads": 8, "mlp_bias": True},
+    "lfm2": LFM2_MOE | {"conv_bias": True},
     "granite": GRANITE | {"num_attention_heads": 8},
 }
 # A prefill; drafts beside a decode; a decode that commits two drafts; another. Of two rows each: lengths, which are
@@ -91,9 +104,16 @@ def play_all(
             "adapted": play(served, (1, 2), (7, 8), (0, -1)),
         }
         for number, state in enumerate(served.pool.layers):
-            kept = state.recurrent if isinstance(state, LayerState) else state.k_pages.nan_to_num().transpose(1, 2)
-            made[name][f"{STATE}{number}"] = kept.contiguous()
+            made[name][f"{STATE}{number}"] = _kept(state).contiguous()
     return made
+
+
+def _kept(state: LayerState | KvState) -> Tensor:
+    """What is left in a layer's state, its heads second: keys, a recurrent state, or channels of a convolution where
+    there is none."""
+    if isinstance(state, KvState):
+        return state.k_pages.nan_to_num().transpose(1, 2)
+    return state.recurrent if state.recurrent.numel() else state.conv.transpose(1, 2)
 
 
 def sum_summands(ranks: Ranks, summands: Sequence[Sequence[Tensor]]) -> list[Tensor]:

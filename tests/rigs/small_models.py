@@ -117,6 +117,28 @@ FALCON: dict[str, Any] = {
     "key_multiplier": 0.5,
     "mlp_multipliers": [0.75, 0.5],
 }
+# Layers whose only state is that of a convolution.
+LFM2: dict[str, Any] = {
+    "model_type": "lfm2",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "block_auto_adjust_ff_dim": False,
+    "num_hidden_layers": 2,
+    "layer_types": ["conv", "full_attention"],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1000,
+}
+# The same, of which the first layer has an MLP and the others experts, none of them shared.
+LFM2_MOE = LFM2 | {
+    "model_type": "lfm2_moe",
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_dense_layers": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 # Layers that share a block, which takes the embeddings too.
 ZAMBA: dict[str, Any] = {
     "model_type": "zamba2",

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape
+from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape, ShortConvShape
 from deltaline_server.snapshots.header import StateHeader
 from deltaline_server.snapshots.layout import Bytes, SpanProgress, StateLayer, StateLayout, state_bytes
 
 GATED_DELTA = GatedDeltaNetShape(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6, conv_width=4)
 MAMBA = Mamba2Shape(2, 4, 8, 6, 3, 2, (0.0, math.inf), has_conv_bias=True, has_bias=False)
+SHORT_CONV = ShortConvShape.of(32, 3, has_bias=True)
 ATTENTION = AttentionShape(6, 2, 16, 4, 1e4, max_positions=500)
 MAX_DRAFT = 4
 LAYOUT = StateLayout(

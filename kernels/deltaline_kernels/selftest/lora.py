@@ -21,7 +21,7 @@ def compare_lora(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what adapters of several ranks added to a projection of two slices, and what their reference added."""
     heads, dtype = shapes.heads, shapes.dtype
-    sizes, inputs, rank = (heads.value_channels, heads.num_value_heads), heads.key_channels, 64
+    sizes, inputs, rank = (heads.value_channels, heads.num_value_heads), heads.key_channels or heads.value_channels, 64
     ranks = torch.tensor([[16, 0], [1, 64], [64, 5]], dtype=torch.int32, device=device)
     a, b = fill(3, 2, rank, inputs).to(dtype), fill(3, rank, sum(sizes)).to(dtype)
     # Of ones, inputs x rank are summed: fp16 holds that with this factor up to inputs of 65,504.

@@ -98,12 +98,13 @@ def run_selftest(
     The sizes are constants of the compiled kernels: with a model's own, what is compared is what serves it.
 
     Args:
-        recurrence: the mixer's, "gated_delta", "mamba2" or "attention". Groups, heads, state dim and head dim of Mamba2
-            are key heads, value heads, key dim and value dim here; key-value heads, heads and head dim of attention are
-            key heads, value heads and key dim.
+        recurrence: the mixer's, "gated_delta", "mamba2", "attention" or "short_conv". Groups, heads, state dim and head
+            dim of Mamba2 are key heads, value heads, key dim and value dim here; key-value heads, heads and head dim of
+            attention are key heads, value heads and key dim. A short convolution has no key heads, and the channels of
+            its value heads.
         norm_groups: parts of a Mamba2 layer's channels that its norm takes one by one; None: its groups.
         dt_limit: least and greatest time step of a Mamba2 layer.
-        has_conv_bias: whether the convolution of a Mamba2 layer has a bias.
+        has_conv_bias: whether the convolution of a Mamba2 layer, or a short one, has a bias.
         rotary_dim, page_size: of attention alone.
         is_gated, norms_heads: whether its outputs have a gate, and whether heads of queries and keys are normalised.
         norms_first: whether the norm of a Mamba2 layer is before the gate.
@@ -117,7 +118,7 @@ def run_selftest(
         One Check for each family and kind of input. A NaN counts as an infinite error.
 
     Raises:
-        KeyError: `dtype` is not fp32, bf16 or fp16, or `recurrence` none of the three. TypeError, ValueError: sizes
+        KeyError: `dtype` is not fp32, bf16 or fp16, or `recurrence` none of the four. TypeError, ValueError: sizes
             that the kernels don't take.
     """
     shapes = Shapes(
@@ -215,6 +216,7 @@ def _mixer_parts(shapes: Shapes, device: torch.device | str) -> Iterator[Part]:
     compare, make = {
         "gated_delta": (_compare_recurrence, batches),
         "mamba2": (_compare_recurrence, batches),
+        "short_conv": (_compare_convolution, batches),
         "attention": (compare_attention, attention_batches),
     }[shapes.recurrence]
     for batch, rows in make(shapes.heads.num_value_heads, shapes.max_draft, device).items():
@@ -222,9 +224,7 @@ def _mixer_parts(shapes: Shapes, device: torch.device | str) -> Iterator[Part]:
     if shapes.recurrence == "attention":
         return
     rows = waypoint_batch(shapes.max_draft, device)
-    yield of_random(
-        partial(_compare_mixer, compare=_compare_recurrence, batch="prefill with waypoints", rows=rows, shapes=shapes)
-    )
+    yield of_random(partial(_compare_mixer, compare=compare, batch="prefill with waypoints", rows=rows, shapes=shapes))
     if torch.device(device).type != "cpu" and has_parts(shapes):
         yield of_random(partial(_compare_parts, shapes=shapes, device=device))
     for batch, rows in short_batches(shapes.max_draft, device).items():
@@ -276,6 +276,8 @@ def _compare_short_rows(fills: Fills, batch: str, rows: Rows, shapes: Shapes) ->
 def has_parts(shapes: Shapes) -> bool:
     """Whether one long row is computed in parts; in fp32 that of Mamba2 never is."""
     heads = shapes.heads
+    if shapes.recurrence == "short_conv":
+        return False
     if shapes.recurrence == "gated_delta":
         return choose_plan(heads, 1, LONG, LONG).num_parts > 1
     sizes = MambaHeads(heads.num_key_heads, heads.num_value_heads, heads.value_dim, heads.key_dim)
@@ -322,9 +324,16 @@ def _convolve(
     bias = fill(channels).to(dtype) if shapes.has_conv_bias else None
     lines = fill(num_lines, shapes.conv_width - 1 + shapes.max_draft, channels).to(dtype)
     want_lines = lines.clone()
-    y = causal_conv1d(x, weight, bias, lines, rows)
-    want = causal_conv1d_reference(x, weight, bias, want_lines, rows)
+    y = causal_conv1d(x, weight, bias, lines, rows, activation=shapes.conv_activation)
+    want = causal_conv1d_reference(x, weight, bias, want_lines, rows, activation=shapes.conv_activation)
     return ([y, lines], [want, want_lines]), want
+
+
+def _compare_convolution(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compared]:
+    """Yield what the convolution of a layer without a recurrence computed, and what its reference computed."""
+    x = _projected(fill, int(rows.query_start_loc[-1]), shapes)[:, : shapes.heads.channels]
+    conv, _ = _convolve(fill, x, rows, shapes, max(6, rows.num_rows + 1))
+    yield "conv1d", *conv
 
 
 def _compare_recurrence(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compared]:

@@ -49,6 +49,11 @@ class Shapes:
         return self.recurrence == "mamba2"
 
     @property
+    def conv_activation(self) -> str | None:
+        """What follows the convolution."""
+        return None if self.recurrence == "short_conv" else "silu"
+
+    @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the recurrence."""
         if self.is_mamba:

@@ -43,7 +43,7 @@ class Attention:
         self._in_proj = load_projection(reader, in_proj, adapters, has_bias=shape.has_bias)
         self._q_norm, self._k_norm = (
             None if shape.qk_norm is QkNorm.NONE else family.norm_offset + reader.vector(family.name + name)
-            for name in ("q_norm.weight", "k_norm.weight")
+            for name in family.norms
         )
         self._out_proj = load_projection(reader, out_proj, adapters, has_bias=shape.has_bias)
         self._rotary, self._eps = rotary, family.eps
@@ -78,7 +78,8 @@ class AttentionFamily:
 
     name: what stands before the names of tensors. norm_offset: what is added to the weights of norms. packed: what the
     served projections are called, which two mixers of a layer may not share. input_size: channels of the input, None
-    for hidden_size. takes_adapters: whether adapters may change its modules.
+    for hidden_size. takes_adapters: whether adapters may change its modules. out: the module that projects back. norms:
+    the weights of those of queries and keys.
     """
 
     shape: AttentionShape
@@ -89,6 +90,8 @@ class AttentionFamily:
     packed: tuple[Packed, Packed] = (Packed.IN_PROJ, Packed.OUT_PROJ)
     input_size: int | None = None
     takes_adapters: bool = True
+    out: str = "o_proj"
+    norms: tuple[str, str] = ("q_norm.weight", "k_norm.weight")
     _rotary: dict[torch.device, Tensor] = field(default_factory=dict)
     """The table of each device, which the layers share."""
 
@@ -103,7 +106,7 @@ class AttentionFamily:
             Module(name + "q_proj", in_proj, queries, inputs, (queries,)),
             Module(name + "k_proj", in_proj, keys, inputs, (keys,), heads=kv_heads),
             Module(name + "v_proj", in_proj, keys, inputs, (keys,), heads=kv_heads),
-            Module(name + "o_proj", out_proj, hidden, shape.query_channels, (hidden,), shares_columns=True),
+            Module(name + self.out, out_proj, hidden, shape.query_channels, (hidden,), shares_columns=True),
         )
         return modules if self.takes_adapters else without_adapters(modules)
 
@@ -113,8 +116,9 @@ class AttentionFamily:
         shape, tensors = self.shape, dict[str, tuple[int, ...]]()
         if shape.qk_norm is not QkNorm.NONE:
             is_whole = shape.qk_norm is QkNorm.WHOLE
-            tensors[self.name + "q_norm.weight"] = (shape.query_channels if is_whole else shape.head_dim,)
-            tensors[self.name + "k_norm.weight"] = (shape.key_channels if is_whole else shape.head_dim,)
+            q_norm, k_norm = (self.name + norm for norm in self.norms)
+            tensors[q_norm] = (shape.query_channels if is_whole else shape.head_dim,)
+            tensors[k_norm] = (shape.key_channels if is_whole else shape.head_dim,)
         if shape.has_bias:
             tensors |= {f"{module.name}.bias": (module.rows,) for module in self.modules}
         return tensors

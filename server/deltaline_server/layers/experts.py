@@ -25,17 +25,17 @@ class ExpertNames:
 
     router: of the gates of all experts; score_bias: of what is added to their scores, None where nothing is. gate_up,
     down: of stacks of the experts' weights; in place of them there may be modules of each expert, those of `parts`,
-    `experts.0.gate_proj` and so on. shared: of the expert that all tokens have, whole names;
-    shared_gate: of what weighs it, None where nothing does.
+    `experts.0.gate_proj` and so on. shared: of the expert that all tokens have, whole names, None where there is none;
+    shared_gate: of what weighs that one, None where nothing does.
     """
 
     name: str = "mlp."
     router: str = "gate.weight"
     gate_up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
-    parts: tuple[tuple[str, ...], tuple[str, ...]] = (("gate", "up"), ("down",))
+    parts: tuple[tuple[str, ...], tuple[str, ...]] = (("gate_proj", "up_proj"), ("down_proj",))
     score_bias: str | None = None
-    shared: MlpNames = SHARED_EXPERT
+    shared: MlpNames | None = SHARED_EXPERT
     shared_gate: str | None = "shared_expert_gate.weight"
 
     @property
@@ -46,18 +46,19 @@ class ExpertNames:
     @property
     def gates(self) -> tuple[str, ...]:
         """The whole names of the gates, in the order of the router's logits."""
-        return tuple(self.name + gate for gate in (self.router, self.shared_gate) if gate is not None)
+        shared = None if self.shared is None else self.shared_gate
+        return tuple(self.name + gate for gate in (self.router, shared) if gate is not None)
 
     def of_expert(self, expert: int, part: str) -> str:
         """The whole name of a weight of one expert, one of `parts`."""
-        return f"{self.name}experts.{expert}.{part}_proj.weight"
+        return f"{self.name}experts.{expert}.{part}.weight"
 
 
 EXPERTS = ExpertNames()
 
 
 class Experts:
-    """A router, its experts and the one that all tokens have. Ranks share the inner channels of each.
+    """A router, its experts and the one that all tokens have, if there is one. Ranks share the inner channels of each.
 
     The shared expert is the last ones of the experts, of their size, its end filled up with zeros; the gate that weighs
     it, if one does, is the last row of the gates.
@@ -72,12 +73,14 @@ class Experts:
         gates = torch.cat([reader.read(gate) for gate in names.gates])
         # Sigmoids are taken of logits in fp32, as what is trained with them is.
         self._gates = gates.to(place.device, torch.float32 if shape.scoring == SIGMOID else place.dtype)
-        self._score_bias = None if names.score_bias is None else reader.vector(names.name + names.score_bias)
+        bias = score_bias(names, shape)
+        self._score_bias = None if bias is None else reader.vector(bias)
         rows = inner * len(names.parts[0])
         self._gate_up = torch.zeros(count, rows, hidden_size, dtype=place.dtype, device=place.device)
         self._down = torch.zeros(count, hidden_size, inner, dtype=place.dtype, device=place.device)
         self._load_experts(reader, names, shape)
-        self._load_shared(reader, mlp_modules(names.shared, hidden_size, shape.shared_size), shape)
+        if names.shared is not None:
+            self._load_shared(reader, mlp_modules(names.shared, hidden_size, shape.shared_size), shape)
 
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; it has no state. Tokens behind the rows have no experts."""
@@ -115,6 +118,11 @@ class Experts:
             self._down[i, :, : part.shape[1]] = part
 
 
+def score_bias(names: ExpertNames, shape: ExpertsShape) -> str | None:
+    """The whole name of what is added to the experts' scores, None where nothing is."""
+    return names.name + names.score_bias if names.score_bias is not None and shape.has_score_bias else None
+
+
 def router_of(shape: ExpertsShape) -> Router:
     """Return how the kernels choose a token's experts; the last logit is of the shared expert's gate, if it has one."""
     return Router(
@@ -142,10 +150,10 @@ def expert_test_sizes(shape: ExpertsShape) -> dict[str, Any]:
 def expert_tensors(names: ExpertNames, hidden_size: int, shape: ExpertsShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the tensors of a mixture of experts, those of all experts stacked."""
     inner, (gate_ups, downs) = shape.intermediate_size, names.stacks
-    shared = mlp_modules(names.shared, hidden_size, shape.shared_size)
-    bias = {} if names.score_bias is None else {names.name + names.score_bias: (shape.num_experts,)}
+    shared = () if names.shared is None else mlp_modules(names.shared, hidden_size, shape.shared_size)
+    bias = score_bias(names, shape)
     return {
-        **bias,
+        **({} if bias is None else {bias: (shape.num_experts,)}),
         **{gate: (rows, hidden_size) for gate, rows in zip(names.gates, (shape.num_experts, 1), strict=False)},
         gate_ups: (shape.num_experts, len(names.parts[0]) * inner, hidden_size),
         downs: (shape.num_experts, hidden_size, inner),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
@@ -15,7 +16,10 @@ SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """Sizes of a mixer with a convolution and a recurrent state, of the whole layer or of one rank's share."""
+    """Sizes of a mixer with a convolution and a recurrent state, of the whole layer or of one rank's share.
+
+    The state may be empty (ShortConvShape).
+    """
 
     num_key_heads: int
     num_value_heads: int
@@ -118,6 +122,45 @@ class Mamba2Shape(RecurrentShape):
         )
 
 
+@dataclass(frozen=True)
+class ShortConvShape(RecurrentShape):
+    """Sizes of a mixer whose only state is that of its convolution: the channels are the values, in heads that ranks
+    share out; there are no keys, so that the recurrent state `[HV, V, 0]` is empty, and a draft token leaves no record.
+
+    has_bias: whether the convolution and both projections have one.
+    """
+
+    has_bias: bool = False
+
+    @classmethod
+    def of(cls, channels: int, conv_width: int, *, has_bias: bool) -> Self:
+        """Of so many channels, in heads of 16 or of the largest power of two below it that divides them: 32 bytes of a
+        captured state lie together where an element has 16 bits."""
+        size = math.gcd(channels, 16)
+        return cls(0, channels // size, 0, size, conv_width, has_bias)
+
+    @property
+    def record(self) -> int:
+        """Nothing: the line has the drafts themselves."""
+        return 0
+
+    def test_sizes(self) -> dict[str, Any]:
+        """The arguments of the kernels' self-test for a model with such mixers."""
+        return {
+            "recurrence": "short_conv",
+            "num_key_heads": 0,
+            "num_value_heads": self.num_value_heads,
+            "value_dim": self.value_dim,
+            "conv_width": self.conv_width,
+            "has_conv_bias": self.has_bias,
+        }
+
+    def shard(self, world_size: int) -> Self:
+        """Return one rank's share: whole heads. Raises ModelError if that can't be done."""
+        what = f"heads of {self.value_dim} channels"
+        return replace(self, num_value_heads=_share(self.num_value_heads, what, world_size))
+
+
 class QkNorm(StrEnum):
     """What the queries of an attention mixer are normalised over, and its keys."""
 
@@ -195,7 +238,7 @@ class AttentionShape:
         )
 
 
-MixerShape = GatedDeltaNetShape | Mamba2Shape | AttentionShape
+MixerShape = GatedDeltaNetShape | Mamba2Shape | ShortConvShape | AttentionShape
 """The sizes of any mixer."""
 
 
@@ -204,10 +247,10 @@ class ExpertsShape:
     """Sizes of a mixture of experts, of the whole layer or of one rank's share.
 
     A token has `top_k` of `num_experts`, those of the largest score, and one more that all tokens have, behind a gate
-    if has_shared_gate. intermediate_size: of each expert; shared_size: of that one. normalises: whether the weights of
-    a token's experts are divided by their sum. scoring: a softmax over the logits, or the sigmoid of each, to which a
-    bias is added where experts are chosen. num_groups: of experts; a token's are in the top_groups best. weight_scale:
-    of the weights of those that are chosen.
+    if has_shared_gate. intermediate_size: of each expert; shared_size: of that one, 0 where there is none. normalises:
+    whether the weights of a token's experts are divided by their sum. scoring: a softmax over the logits, or the
+    sigmoid of each, to which a bias is added where experts are chosen, if the family has one and has_score_bias.
+    num_groups: of experts; a token's are in the top_groups best. weight_scale: of the weights of those that are chosen.
     """
 
     num_experts: int
@@ -221,6 +264,7 @@ class ExpertsShape:
     num_groups: int = 1
     top_groups: int = 1
     weight_scale: float = 1.0
+    has_score_bias: bool = True
 
     @property
     def num_shared(self) -> int:

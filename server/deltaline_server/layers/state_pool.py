@@ -26,7 +26,8 @@ class LayerState:
     """The state of one recurrent layer, L lines: all that its mixer mutates.
 
     conv `[L, W-1+M, D]` in the model's dtype; recurrent `[L, HV, V, K]` (Mamba2 `[L, H, P, S]`) fp32 or bf16;
-    drafts `[L, 2, M, record]` fp32, the record of a token as the mixer's shape says.
+    drafts `[L, 2, M, record]` fp32, the record of a token as the mixer's shape says. Of a short convolution the last
+    two are empty.
     """
 
     conv: Tensor

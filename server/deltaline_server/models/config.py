@@ -43,6 +43,7 @@ BEFORE: dict[str, Any] = {
     "mlp_scales": None,
     "shared_blocks": None,
     "quantization": None,
+    "has_score_bias": True,
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -207,6 +208,8 @@ def _intermediate_size(config: ConfigReader, family: Family) -> int:
         return 0
     if family.shares_blocks and config.get(family.inner) is None:
         return 4 * config.integer(family.hidden, 1, MAX_SIZE // 4)
+    if family.adjusts_inner is not None:
+        return family.adjusts_inner(config)
     return config.integer(family.inner, 1, MAX_SIZE)
 
 

@@ -15,7 +15,6 @@ from deltaline_server.layers.block import BlockNames
 from deltaline_server.layers.experts import ExpertNames
 from deltaline_server.layers.gated_delta_net import DeltaLayout
 from deltaline_server.layers.shapes import SIGMOID, QkNorm
-from deltaline_server.models.expert_keys import ExpertKeys
 from deltaline_server.models.layer_patterns import (
     dense_layers,
     dense_or_expert_layers,
@@ -27,6 +26,8 @@ from deltaline_server.models.layer_patterns import (
     mamba_ssm_layers,
     one_part_layers,
     parallel_layers,
+    short_conv_layers,
+    short_conv_or_expert_layers,
     sparse_layers,
 )
 from deltaline_server.models.mixer_keys import (
@@ -36,8 +37,10 @@ from deltaline_server.models.mixer_keys import (
     MambaSsmKeys,
     MixerKeys,
     RotaryKeys,
+    ShortConvKeys,
     has_rope_theta,
 )
+from deltaline_server.models.mlp_keys import ExpertKeys, adjusted_size
 from deltaline_server.models.parts import LayerConfig, LayerKind, MixerKind
 
 
@@ -56,7 +59,7 @@ class Family:
     of the size of dense MLPs, None where there are none. mlp_bias: the key of whether they have biases, None where they
     have none. residual_multiplier: the key of what multiplies what branches add, None where nothing does. mlp_scales:
     the key of what gates and outputs of dense MLPs are multiplied by, None where nothing. sums_in_fp32: whether
-    residual_in_fp32 is asked.
+    residual_in_fp32 is asked. adjusts_inner: what makes the size of dense MLPs of the config, None where that says it.
     """
 
     layers: Callable[[ConfigReader], tuple[LayerConfig, ...]]
@@ -75,6 +78,7 @@ class Family:
     mlp_scales: str | None = None
     mlp_bias: str | None = None
     sums_in_fp32: bool = False
+    adjusts_inner: Callable[[ConfigReader], int] | None = None
     shares_blocks: bool = False
     attention_blocks: BlockNames | None = None
     spellings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -133,6 +137,36 @@ _BAMBA_MIXER = Mamba2Keys(
 )
 _NEMOTRON_MLP = MlpNames("mixer.", ("up_proj",), activation=Activation.RELU2)
 _GRANITE_MLP = MlpNames("shared_mlp.", ("input_linear",), "output_linear")
+_LFM2_NAMES = BlockNames(
+    ("operator_norm.", "ffn_norm."),
+    norm_offset=0,
+    mlp=MlpNames("feed_forward.", ("w1", "w3"), "w2"),
+    experts=ExpertNames("feed_forward.", parts=(("w1", "w3"), ("w2",)), score_bias="expert_bias", shared=None),
+)
+_LFM2_EXPERTS = ExpertKeys(
+    32, 4, inner=1792, shared_key=None, scoring=SIGMOID, has_groups=False, score_bias="use_expert_bias"
+)
+_LFM2 = Family(
+    layers=short_conv_layers,
+    mixers={
+        MixerKind.SHORT_CONV: ShortConvKeys(),
+        MixerKind.ATTENTION: AttentionKeys(
+            heads=32,
+            kv_heads=8,
+            positions=128_000,
+            qk_norm=QkNorm.HEAD,
+            rotary=RotaryKeys(theta=1e6),
+            bias=None,
+            out="out_proj",
+            norms=("q_layernorm.weight", "k_layernorm.weight"),
+        ),
+    },
+    blocks=_LFM2_NAMES,
+    activation=None,
+    eps="norm_eps",
+    default_eps=1e-5,
+    adjusts_inner=adjusted_size,
+)
 _VISION = ("model.visual.", "visual.")
 # What configs without a model_type are called here: those that mamba-ssm writes.
 MAMBA_SSM = "mamba_ssm"
@@ -207,7 +241,7 @@ FAMILIES: dict[str, Family] = {
             experts=ExpertNames(
                 "mixer.",
                 gate_up="experts.up_proj",
-                parts=(("up",), ("down",)),
+                parts=(("up_proj",), ("down_proj",)),
                 score_bias="gate.e_score_correction_bias",
                 shared=replace(_NEMOTRON_MLP, name="mixer.shared_experts."),
                 shared_gate=None,
@@ -340,6 +374,8 @@ FAMILIES: dict[str, Family] = {
         mlp_bias="add_bias_linear",
         shares_blocks=True,
     ),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(_LFM2, layers=short_conv_or_expert_layers, adjusts_inner=None, experts=_LFM2_EXPERTS),
     "olmo_hybrid": Family(
         layers=every_fourth_layers,
         mixers={

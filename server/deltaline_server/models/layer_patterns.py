@@ -5,6 +5,8 @@ Each reads the layers of a config, in their order, and raises ModelError naming 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from deltaline_server.checkpoints.config_reader import ConfigReader
 from deltaline_server.models.parts import MAX_LAYERS, MAX_SIZE, LayerConfig, MixerKind, MlpKind
 
@@ -16,6 +18,8 @@ _MIXERS = {
     "mamba": MixerKind.MAMBA2,
     "attention": MixerKind.ATTENTION,
 }
+# Of LFM2.
+_CONVOLUTIONS = {"conv": MixerKind.SHORT_CONV, "full_attention": MixerKind.ATTENTION}
 # Of Zamba2, in their new and their old spelling.
 _SHARED: dict[str, tuple[MixerKind, MlpKind | None]] = {
     "linear_attention": (MixerKind.MAMBA2, None),
@@ -120,6 +124,30 @@ def dense_or_expert_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(i, _MIXERS[kind], mlp) for i, kind in enumerate(types))
 
 
+def short_conv_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """Short convolutions or attention as `layer_types` says; without, attention in the layers of `full_attn_idxs`, and
+    in all without either. A dense MLP in each."""
+    num_layers = _num_layers(config)
+    if config.get("layer_types") is not None:
+        mixers = _named(config, "layer_types", _CONVOLUTIONS, num_layers)
+    else:
+        attention = _layer_numbers(config, "full_attn_idxs")
+        has_all = config.get("full_attn_idxs") is None
+        mixers = [MixerKind.ATTENTION if has_all or i in attention else MixerKind.SHORT_CONV for i in range(num_layers)]
+    return tuple(LayerConfig(i, mixer, MlpKind.DENSE) for i, mixer in enumerate(mixers))
+
+
+def short_conv_or_expert_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """Short convolutions or attention as `layer_types` says; a dense MLP in the first `num_dense_layers`, experts in
+    the others."""
+    num_layers = _num_layers(config)
+    num_dense = config.integer("num_dense_layers", 0, MAX_LAYERS, default=2)
+    return tuple(
+        LayerConfig(i, mixer, MlpKind.DENSE if i < num_dense else MlpKind.MIXTURE_OF_EXPERTS)
+        for i, mixer in enumerate(_named(config, "layer_types", _CONVOLUTIONS, num_layers))
+    )
+
+
 def one_part_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     """One part in each: `layers_block_type`, or the letters of `hybrid_override_pattern`."""
     key = "layers_block_type" if config.get("layers_block_type") is not None else "hybrid_override_pattern"
@@ -132,6 +160,14 @@ def one_part_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
 
 def _num_layers(config: ConfigReader, key: str = "num_hidden_layers") -> int:
     return config.integer(key, 1, MAX_LAYERS)
+
+
+def _named(config: ConfigReader, key: str, kinds: Mapping[str, MixerKind], num_layers: int) -> list[MixerKind]:
+    """The mixers that a list of names says, one for each layer."""
+    types = config.get(key)
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(kinds) for kind in types):
+        raise config.fail(key, f"{num_layers} of {', '.join(kinds)}")
+    return [kinds[kind] for kind in types]
 
 
 def _layer_numbers(config: ConfigReader, key: str) -> list[int]:
@@ -158,6 +194,4 @@ def _typed_mixers(config: ConfigReader, interval: int) -> tuple[MixerKind, ...]:
         return tuple(
             MixerKind.GATED_DELTA_NET if (i + 1) % interval else MixerKind.ATTENTION for i in range(num_layers)
         )
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(_LAYER_TYPES) for kind in types):
-        raise config.fail("layer_types", f"{num_layers} of {', '.join(_LAYER_TYPES)}")
-    return tuple(_LAYER_TYPES[kind] for kind in types)
+    return tuple(_named(config, "layer_types", _LAYER_TYPES, num_layers))

@@ -18,7 +18,9 @@ from deltaline_server.models.weights import PREFIXES, block_family, mixer_family
 
 PEFT_PREFIX = "base_model.model."
 # The modules of an attention mixer, where the config does not say their shapes.
-ATTENTION_MODULES = frozenset(f"{mixer}.{name}_proj" for mixer in ("self_attn", "mixer") for name in "qkvo")
+ATTENTION_MODULES = frozenset(f"{mixer}.{name}_proj" for mixer in ("self_attn", "mixer") for name in "qkvo") | {
+    "self_attn.out_proj"
+}
 # The layer of what a model has beside its layers.
 BESIDE = -1
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from deltaline_kernels import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
 from deltaline_server.checkpoints.config_reader import MAX_FLOAT, ConfigReader
 from deltaline_server.layers.gated_delta_net import DeltaLayout
-from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape, QkNorm
+from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape, QkNorm, ShortConvShape
 from deltaline_server.models.parts import MAX_SIZE
 
 MAX_HEADS = 4096
@@ -61,12 +61,14 @@ def has_rope_theta(config: ConfigReader) -> bool:
 @dataclass(frozen=True)
 class RotaryKeys:
     """Rotary embeddings of the default kind. share: of a head's channels, where a config says nothing. beside: whether
-    `partial_rotary_factor` may stand in the config itself; within: whether it may where the kind stands.
+    `partial_rotary_factor` may stand in the config itself; within: whether it may where the kind stands. theta: the
+    base of wavelengths where a config says nothing.
     """
 
     share: float = 1.0
     beside: bool = False
     within: bool = False
+    theta: float = 10000.0
 
     def read(self, config: ConfigReader, head_dim: int) -> tuple[int, float]:
         """Channels that are rotated, and the base of their wavelengths.
@@ -87,7 +89,7 @@ class RotaryKeys:
         rotary_dim = int(head_dim * share)
         if share > 1 or rotary_dim < 2 or rotary_dim % 2:
             raise factor.fail("partial_rotary_factor", f"an even number of rotated channels in 2..{head_dim}")
-        return rotary_dim, theta.positive("rope_theta", default=10000.0)
+        return rotary_dim, theta.positive("rope_theta", default=self.theta)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class AttentionKeys:
     where the head's size says it. bias: the key of whether projections have biases, None where they have none.
     takes_embeddings: whether the input is hidden states and embeddings beside each other.
     key_scale, input_scale, output_scale: the keys of what keys, input and output are multiplied by, None where nothing
-    is.
+    is. out, norms: as AttentionFamily has them.
     """
 
     heads: int | None = None
@@ -118,6 +120,8 @@ class AttentionKeys:
     input_scale: str | None = None
     output_scale: str | None = None
     takes_embeddings: bool = False
+    out: str = "o_proj"
+    norms: tuple[str, str] = ("q_norm.weight", "k_norm.weight")
 
     def read(self, config: ConfigReader) -> AttentionShape:
         """Read their sizes. Raises ModelError naming the key, also of a kind of rotary embedding that is not served."""
@@ -302,7 +306,20 @@ class MambaSsmKeys:
         )
 
 
-MixerKeys = GatedDeltaNetKeys | AttentionKeys | Mamba2Keys | MambaSsmKeys
+@dataclass(frozen=True)
+class ShortConvKeys:
+    """Short convolutions, which have as many channels as hidden states."""
+
+    def read(self, config: ConfigReader) -> ShortConvShape:
+        """Read their sizes. Raises ModelError naming the key."""
+        return ShortConvShape.of(
+            config.integer("hidden_size", 1, MAX_SIZE),
+            config.integer("conv_L_cache", MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=3),
+            has_bias=config.flag("conv_bias", default=False),
+        )
+
+
+MixerKeys = GatedDeltaNetKeys | AttentionKeys | Mamba2Keys | MambaSsmKeys | ShortConvKeys
 """What configs call the sizes of any mixer."""
 
 

@@ -15,6 +15,7 @@ class MixerKind(StrEnum):
 
     GATED_DELTA_NET = "gated_delta_net"
     MAMBA2 = "mamba2"
+    SHORT_CONV = "short_conv"
     ATTENTION = "attention"
     MAMBA2_AND_ATTENTION = "mamba2_and_attention"
     """Both, on the same input; their outputs are added."""

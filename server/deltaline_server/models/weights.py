@@ -34,7 +34,9 @@ from deltaline_server.layers.shapes import (
     GatedDeltaNetShape,
     Mamba2Shape,
     MixerShape,
+    ShortConvShape,
 )
+from deltaline_server.layers.short_conv import ShortConvFamily
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.mixer_keys import AttentionKeys, GatedDeltaNetKeys, Mamba2Keys, MambaSsmKeys
 from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
@@ -45,7 +47,7 @@ PREFIXES = ("model.layers.", "model.language_model.layers.", "layers.", "languag
 
 CPU = torch.device("cpu")
 
-MixerFamily = AttentionFamily | GatedDeltaNetFamily | Mamba2Family | ParallelFamily
+MixerFamily = AttentionFamily | GatedDeltaNetFamily | Mamba2Family | ParallelFamily | ShortConvFamily
 BlockFamily = Blocks | HyperBlocks | SharedBlockFamily
 
 
@@ -66,7 +68,10 @@ def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
         own = keys.eps if isinstance(keys, Mamba2Keys) else None
         return Mamba2Family(shape, hidden, eps if own is None else own, keys.name)
     if isinstance(shape, AttentionShape) and isinstance(keys, AttentionKeys):
-        return AttentionFamily(shape, hidden, eps, keys.name, config.family.blocks.norm_offset)
+        offset = config.family.blocks.norm_offset
+        return AttentionFamily(shape, hidden, eps, keys.name, offset, out=keys.out, norms=keys.norms)
+    if isinstance(shape, ShortConvShape):
+        return ShortConvFamily(shape, hidden)
     assert isinstance(shape, GatedDeltaNetShape) and isinstance(keys, GatedDeltaNetKeys)
     return GatedDeltaNetFamily(shape, hidden, eps if keys.eps is None else keys.eps, keys.layout)
 

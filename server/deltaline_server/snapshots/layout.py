@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.layers.shapes import AttentionShape, Mamba2Shape, MixerShape, RecurrentShape
+from deltaline_server.layers.shapes import AttentionShape, Mamba2Shape, MixerShape, RecurrentShape, ShortConvShape
 from deltaline_server.tables.ledger import MAX_FIXED_COMMITS
 
 Bytes = NDArray[np.uint8]
@@ -51,7 +51,7 @@ class Part(IntEnum):
     REPLY = 2
     """Of a span, its kept reply, uint8 `[n]`; empty in a snapshot."""
     RECURRENT = 3
-    """`[HV, V, K]` (Mamba2 `[H, P, S]`) in the state's dtype."""
+    """`[HV, V, K]` (Mamba2 `[H, P, S]`) in the state's dtype; a short convolution has none."""
     CONV_Q = 4
     """`[H, columns, K]`, and so on, in the model's dtype."""
     CONV_K = 5
@@ -268,9 +268,10 @@ class StateLayout:
                 yield part, number, 0, (heads, columns, size), self.itemsize
         for number, progress, shape in recurrent:
             for half, records in enumerate(progress.records):
-                yield Part.DRAFT_KEYS, number, half, (shape.num_key_heads, records, shape.key_dim), _FP32
-                yield Part.DRAFT_UPDATES, number, half, (shape.num_value_heads, records, shape.value_dim), _FP32
-                yield Part.DRAFT_GATES, number, half, (shape.num_value_heads, records), _FP32
+                if shape.record:
+                    yield Part.DRAFT_KEYS, number, half, (shape.num_key_heads, records, shape.key_dim), _FP32
+                    yield Part.DRAFT_UPDATES, number, half, (shape.num_value_heads, records, shape.value_dim), _FP32
+                    yield Part.DRAFT_GATES, number, half, (shape.num_value_heads, records), _FP32
         for layer in self.layers:
             if isinstance(layer.shape, AttentionShape):
                 progress = spans[layer.span]
@@ -283,6 +284,8 @@ def conv_parts(shape: RecurrentShape) -> tuple[tuple[Part, int, int], ...]:
     """Return what the channels of a convolution are, in their order in a line: part, heads, channels of a head."""
     keys = shape.num_key_heads, shape.key_dim
     values = shape.num_value_heads, shape.value_dim
+    if isinstance(shape, ShortConvShape):
+        return ((Part.CONV_X, *values),)
     if isinstance(shape, Mamba2Shape):
         return (Part.CONV_X, *values), (Part.CONV_B, *keys), (Part.CONV_C, *keys)
     return (Part.CONV_Q, *keys), (Part.CONV_K, *keys), (Part.CONV_V, *values)

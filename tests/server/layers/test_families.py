@@ -44,6 +44,7 @@ NEMOTRON |= {"mamba_head_dim": 32, "layers_block_type": ["linear_attention", "ml
 NEMOTRON_EXPERTS = NEMOTRON | {"layers_block_type": ["moe", "linear_attention", "full_attention"]}
 ZAMBA: dict[str, Any] = {"layers_block_type": ["hybrid", "linear_attention", "hybrid"], "attn_implementation": "eager"}
 ZAMBA |= {"max_position_embeddings": 256}
+LFM2 = EAGER | {"layer_types": ["conv", "full_attention", "conv"], "max_position_embeddings": 256}
 # The model type, and what differs from what write_checkpoint makes of it.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", BAMBA),
@@ -88,6 +89,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         ZAMBA | {"layers_block_type": ["hybrid"] * 3, "num_mem_blocks": 2, "add_bias_linear": True},
     ),
     "zamba-few-heads": ("zamba2", ZAMBA | {"num_key_value_heads": 2, "use_mem_rope": True}),
+    "lfm2": ("lfm2", LFM2),
+    "lfm2-biases": ("lfm2", LFM2 | {"conv_bias": True, "conv_L_cache": 4, "rope_parameters": {"rope_theta": 50.0}}),
+    "lfm2-adjusted": (
+        "lfm2",
+        LFM2 | {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 24},
+    ),
+    "lfm2-experts": ("lfm2_moe", LFM2 | {"routed_scaling_factor": 2.5}),
+    "lfm2-odd-experts": (
+        "lfm2_moe",
+        LFM2
+        | {"num_experts": 13, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": False}
+        | {"use_expert_bias": False, "num_dense_layers": 0, "layer_types": ["conv", "conv", "full_attention"]},
+    ),
     "olmo-positive": ("olmo_hybrid", OLMO | {"linear_allow_neg_eigval": False, "rms_norm_eps": 1e-3}),
 }
 ALL = range(3)

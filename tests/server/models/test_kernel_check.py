@@ -12,7 +12,14 @@ from deltaline_kernels import Router
 from deltaline_kernels.selftest.run import Check, run_selftest
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.experts import expert_test_sizes
-from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, GatedDeltaNetShape, Mamba2Shape, QkNorm
+from deltaline_server.layers.shapes import (
+    AttentionShape,
+    ExpertsShape,
+    GatedDeltaNetShape,
+    Mamba2Shape,
+    QkNorm,
+    ShortConvShape,
+)
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models import kernel_check
 
@@ -51,6 +58,13 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
             | {"norm_groups": 1, "dt_limit": (0.1, math.inf), "has_conv_bias": True, "recurrence": "mamba2"}
             | {"norms_first": False},
             {"conv1d", "mamba2", "lora", "residual", "norm"},
+        ),
+        (
+            ShortConvShape.of(24, 3, has_bias=True),
+            {},
+            {"num_key_heads": 0, "num_value_heads": 3, "value_dim": 8, "conv_width": 3, "has_conv_bias": True}
+            | {"recurrence": "short_conv"},
+            {"conv1d", "lora", "residual"},
         ),
         (
             AttentionShape(6, 2, 32, 8, 1e4, 512),

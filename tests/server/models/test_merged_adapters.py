@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"], "attn_implementation": "eager"},
     "falcon_h1": {"attn_implementation": "eager", "ssm_multipliers": [0.5, 0.25, 1.5, 0.75, 1.25], "mlp_bias": True},
     "nemotron_h": {"layers_block_type": ["mlp", "full_attention"], "attn_implementation": "eager", "mlp_bias": True},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "attn_implementation": "eager", "conv_bias": True},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "attn_implementation": "eager"},
 }
 MAMBA2 = pytest.mark.parametrize("oracle", ["mamba2"], indirect=True)

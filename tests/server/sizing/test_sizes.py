@@ -64,6 +64,8 @@ MODELS = {
     "granite": small_models.GRANITE,
     "olmo": small_models.OLMO,
     "nemotron": small_models.NEMOTRON | {"use_bias": True},
+    "lfm2": small_models.LFM2 | {"conv_bias": True},
+    "lfm2_moe": small_models.LFM2_MOE | {"layer_types": ["full_attention", "conv", "conv"]},
     "falcon": small_models.FALCON | {"projectors_bias": True, "mlp_bias": True},
 }
 Capture = pytest.CaptureFixture[str]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rigs.packed_states import LayerArrays, LineArrays, TokenArrays, pack, unpack
-from rigs.small_models import EXPERTS, FALCON, GATED_DELTA_NET, HIDDEN, HYBRID, MAMBA2, NEMOTRON, ZAMBA
+from rigs.small_models import EXPERTS, FALCON, GATED_DELTA_NET, HIDDEN, HYBRID, LFM2, LFM2_MOE, MAMBA2, NEMOTRON, ZAMBA
 from torch import Tensor
 
 from deltaline_kernels import Rows
@@ -22,7 +22,7 @@ from deltaline_server.snapshots.layout import SpanProgress, StateLayer, StateLay
 CPU = torch.device("cpu")
 MAX_DRAFT, PAGE, NUM_PAGES = 4, 16, 4
 FAMILIES = {"gated_delta": GATED_DELTA_NET, "mamba2": MAMBA2, "hybrid": HYBRID, "experts": EXPERTS}
-FAMILIES |= {"nemotron": NEMOTRON, "falcon": FALCON, "zamba": ZAMBA}
+FAMILIES |= {"nemotron": NEMOTRON, "falcon": FALCON, "zamba": ZAMBA, "lfm2": LFM2, "lfm2_moe": LFM2_MOE}
 # Tokens of a prefill, and of the verify behind it, of which so many are accepted.
 PREFILL, VERIFY = 37, 3
 

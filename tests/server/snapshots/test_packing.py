@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from rigs.packed_states import LayerArrays, LineArrays, SpanArrays, TokenArrays, pack, unpack
-from rigs.states import ATTENTION, GATED_DELTA, LAYOUT, MAMBA, MAX_DRAFT, MOVED, SNAPSHOT, random_words
+from rigs.states import (
+    ATTENTION,
+    GATED_DELTA,
+    LAYOUT,
+    MAMBA,
+    MAX_DRAFT,
+    MOVED,
+    SHORT_CONV,
+    SNAPSHOT,
+    random_words,
+)
 
 from deltaline_server.layers.shapes import MixerShape, RecurrentShape
 from deltaline_server.snapshots.layout import (
@@ -97,7 +107,10 @@ def test_no_byte_of_what_was_not_written_gets_in() -> None:
     assert any(len(each) for each in between) and not any(each.any() for each in between)
 
 
-@pytest.mark.parametrize("shape", [GATED_DELTA, MAMBA, ATTENTION], ids=["gated_delta", "mamba2", "attention"])
+KINDS = ["gated_delta", "mamba2", "short_conv", "attention"]
+
+
+@pytest.mark.parametrize("shape", [GATED_DELTA, MAMBA, SHORT_CONV, ATTENTION], ids=KINDS)
 def test_a_rank_s_part_is_what_a_server_of_that_share_packs(shape: Any) -> None:
     progress = [SpanProgress(position=33, replay=1, records_0=3)]
 
@@ -131,7 +144,7 @@ def share_of(arrays: LayerArrays, shape: Any, rank: int) -> LayerArrays:
     return LineArrays(
         cut(arrays.conv, [count * size for _, count, size in conv_parts(shape)]),
         arrays.recurrent[rank * heads : (rank + 1) * heads],
-        cut(arrays.drafts, [shape.key_channels, shape.value_channels, shape.num_value_heads]),
+        cut(arrays.drafts, [shape.key_channels, shape.value_channels, shape.num_value_heads] if shape.record else [0]),
     )
 
 
@@ -139,6 +152,12 @@ def test_the_bytes_are_those_of_their_version() -> None:
     """Files are read by the layout: what changes these digests has to change VERSION too."""
     digests = [hashlib.sha256(packed(spans, make_layers()).data).hexdigest()[:16] for spans in (SNAPSHOT, MOVED)]
     assert (VERSION, digests) == (2, ["b49fc137a05d8093", "f785f74ca5b8d148"])
+
+
+def test_of_a_short_convolution_its_line_is_all_there_is() -> None:
+    layout = StateLayout((StateLayer(0, 0, SHORT_CONV),), 1, 2, 4, MAX_DRAFT)
+    [section] = layout.sections([SpanProgress(position=33, replay=1, records_0=3)])
+    assert (section.part, section.shape) == (Part.CONV_X, (2, SHORT_CONV.conv_width - 1 + 3, 16))
 
 
 def test_the_channels_of_mamba2_are_x_then_b_then_c() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rigs.packed_states import LayerArrays, LineArrays, SpanArrays, TokenArrays, pack
-from rigs.small_models import FALCON, GATED_DELTA_NET, HYBRID, MAMBA2, NEMOTRON
+from rigs.small_models import FALCON, GATED_DELTA_NET, HYBRID, LFM2, MAMBA2, NEMOTRON
 
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
@@ -26,6 +26,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[range, ...] | None]] = {
     "gated_delta_net": (GATED_DELTA_NET, None),
     "mamba2": (MAMBA2, None),
     "hybrid": (HYBRID, None),
+    "short convolutions": (LFM2, None),
     "layers without a state": (NEMOTRON, None),
     "two states in a layer": (FALCON, (range(1, 2), range(0, 1))),
     "spans in another order": (
