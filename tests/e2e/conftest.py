@@ -33,7 +33,13 @@ def small_model() -> dict[str, Any]:
 
 
 @pytest.fixture(
-    params=[GATED_DELTA_NET, MAMBA2, HYBRID, EXPERTS], ids=["gated_delta_net", "mamba2", "hybrid", "experts"]
+    params=[
+        pytest.param(GATED_DELTA_NET, marks=pytest.mark.sweep),
+        MAMBA2,
+        HYBRID,
+        EXPERTS,
+    ],  # a hybrid has those layers
+    ids=["gated_delta_net", "mamba2", "hybrid", "experts"],
 )
 def each_small_model(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The config of a small model of every family."""

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 
 NUM_PROMPTS, MAX_NEW_TOKENS, NUM_DRAFTS = 8, 64, 4
 # Checkpoints with one residual, which transformers has too.
-PLAIN = ("hybrid", "mamba2", "experts", "next_experts")
+PLAIN = ("hybrid", "mamba2", "experts")
 
 
 def load_example(name: str) -> ModuleType:
@@ -45,7 +45,7 @@ def example() -> Iterator[Any]:
     params=[
         *PLAIN,
         "hybrid-4",
-        *(pytest.param(one, marks=pytest.mark.sweep) for one in ("gated_delta_net", "mamba2-2")),
+        *(pytest.param(one, marks=pytest.mark.sweep) for one in ("gated_delta_net", "mamba2-2", "next_experts")),
     ],
 )
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

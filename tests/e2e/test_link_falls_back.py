@@ -13,8 +13,8 @@ from rigs.link_proxy import LinkProxy
 from rigs.linked import FAST, HIDDEN, Driven, hidden_link, tokens
 from rigs.served import served
 
+from deltaline import link_socket
 from deltaline_client import Disconnected, Retry, Unavailable
-from deltaline_client._transport.link import connect
 from deltaline_server.app import Server
 from deltaline_server.front.link import listener
 
@@ -42,7 +42,7 @@ def test_a_found_link_that_ends_leaves_grpc(
     assert told[1].startswith("no local link, calls go by gRPC: no server answers")
 
 
-@pytest.mark.parametrize("side", [connect, listener])
+@pytest.mark.parametrize("side", [link_socket, listener])
 def test_where_sockets_have_no_room_for_packets_calls_go_by_grpc(
     driven: Driven, linked: Server, monkeypatch: pytest.MonkeyPatch, side: Any
 ) -> None:

@@ -57,7 +57,7 @@ def num_left(point: Point, kind: Kind, times: int) -> int:
     return int(point is Point.ANSWER and not is_moved(point, kind, times, False))
 
 
-@pytest.mark.parametrize("rounds", [8, SWEEP])
+@pytest.mark.parametrize("rounds", [4, SWEEP])
 @pytest.mark.parametrize("point", Point, ids=lambda point: str(point.name))
 async def test_a_fault_leaves_one_owner(two: Two, monkeypatch: pytest.MonkeyPatch, point: Point, rounds: int) -> None:
     faults = Faults(two.source, monkeypatch)
