@@ -20,14 +20,15 @@ from rigs.server_process import ServerProcess, is_alive
 from rigs.small_models import GATED_DELTA_NET, HIDDEN
 from rigs.until import until
 
-from deltaline_client import AsyncClient, DeadlineExceeded, Retry, Unavailable
+from deltaline_client import AsyncClient, Retry, Stopping, Unavailable
 from deltaline_server.models.config import ModelConfig
 
 # Until callers are told, and until nothing is left.
 TOLD_S, END_S = 5.0, 15.0
 OPTIONS = ("--host-state-bytes", "16MiB", "--adapter-bytes", "16MiB", "--max-sequences", "8", "--drain-timeout-s", "0")
 TWO = ("--tensor-parallel", "2")
-RETRY = Retry(initial_backoff_s=0.01, max_backoff_s=0.1)
+# Once: else a client asks again, until its time is over.
+ONCE = Retry(max_attempts=1)
 
 Values = NDArray[np.float32]
 
@@ -82,7 +83,7 @@ async def kill_and_see(tmp_path: Path, rank: int, number: int, world_size: int =
     options = (*OPTIONS, "--tensor-parallel", str(world_size))
     async with (
         ServerProcess(tmp_path, *options, config=GATED_DELTA_NET | {"linear_num_key_heads": 4}) as server,
-        AsyncClient(server.address, retry=RETRY, timeout=8) as client,
+        AsyncClient(server.address, retry=ONCE, timeout=30) as client,
     ):
         ranks, last_s = ranks_of(server), [0.0]
 
@@ -102,8 +103,8 @@ async def kill_and_see(tmp_path: Path, rank: int, number: int, world_size: int =
         await until(lambda: not is_alive(server.pid), END_S)
         assert not any(map(is_alive, ranks))
         ended = await asyncio.gather(*stepping, return_exceptions=True)
-        # The client asks again until its time is over, which may be in the midst of an attempt.
-        assert all(isinstance(error, Unavailable | DeadlineExceeded) for error in ended), ended
+        # By the server while it ends, or by the connection that has ended: both are UNAVAILABLE.
+        assert all(isinstance(error, Stopping | Unavailable) for error in ended), ended
         if rank:  # nothing is told by rank 0 itself when that is killed
             assert server.said("the device is lost")
             assert last_s[0] - begin_s < TOLD_S
@@ -114,14 +115,16 @@ async def test_a_rank_that_is_killed_ends_the_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (2, 1), (4, 0), (4, 3)])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    # Of rank 0 that hangs, whoever asks for its readiness gets no answer.
+    [(0, signal.SIGKILL), (-1, signal.SIGKILL), (-1, signal.SIGSTOP)],
+)
 async def test_any_rank_that_is_killed_or_hangs_ends_the_group(
     tmp_path: Path, rank: int, number: int, world_size: int
 ) -> None:
-    if rank == 0 and number == signal.SIGSTOP:
-        return  # whoever asks it for its readiness gets no answer
-    await kill_and_see(tmp_path, rank, number, world_size)
+    await kill_and_see(tmp_path, rank % world_size, number, world_size)
 
 
 @pytest.mark.sweep

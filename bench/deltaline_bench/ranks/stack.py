@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from deltaline_bench.model.shapes import DENSE_27B
 from deltaline_bench.ranks.figures import Figures
+from deltaline_bench.ranks.graph import captured
 from deltaline_kernels import Rows
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.models.model import Model, ModelOptions, load_model
@@ -23,22 +22,6 @@ from deltaline_server.ranks.group import Group
 LAYERS, CONTEXT, PAGE, LINES, PREFILL, ROUNDS = 64, 1024, 64, 64, 8192, 12
 # Of a layer with its share of the state; and beside them, for what is computed.
 LAYER_BYTES, BESIDE_BYTES = 1_150_000_000, 8 << 30
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 48,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 16384,
-}
 
 
 def measure(group: Group, device: torch.device) -> int:
@@ -47,10 +30,7 @@ def measure(group: Group, device: torch.device) -> int:
     fits = torch.tensor([(torch.cuda.mem_get_info(device)[0] - BESIDE_BYTES) // LAYER_BYTES], device=device)
     dist.all_reduce(fits, dist.ReduceOp.MIN)
     layers = min(LAYERS, int(fits) // 4 * 4)
-    config = CONFIG | {
-        "num_hidden_layers": layers,
-        "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
-    }
+    config = DENSE_27B | {"num_hidden_layers": layers, "max_position_embeddings": 2 * PREFILL}
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
@@ -107,7 +87,7 @@ def _prefill(model: Model, pool: StatePool) -> float:
 def _time(model: Model, pool: StatePool, rows: Rows, tokens: int, calls: int) -> float:
     source = torch.Generator(model.device).manual_seed(3)
     hidden = torch.randn(tokens, model.hidden_size, device=model.device, generator=source).to(model.dtype)
-    graph = _captured(lambda: model.forward(0, hidden, rows, pool))
+    graph, _ = captured(lambda: model.forward(0, hidden, rows, pool))
     took: list[float] = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
@@ -119,16 +99,3 @@ def _time(model: Model, pool: StatePool, rows: Rows, tokens: int, calls: int) ->
         torch.cuda.synchronize()
         took.append(begin.elapsed_time(end) * 1e3 / calls)
     return statistics.median(took)
-
-
-def _captured(call: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        call()
-    return graph

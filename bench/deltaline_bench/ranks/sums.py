@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deltaline_bench.ranks.figures import Figures
+from deltaline_bench.ranks.graph import captured
 from deltaline_kernels import rms_norm
 from deltaline_server.ranks.group import Group
 from deltaline_server.ranks.peer_memory import PeerMemory
@@ -99,7 +100,7 @@ def _alternate(figures: Figures, group: Group, ways: Mapping[str, Way], device: 
     """Replays between waits of the host, which one rank delays: whether none stalls; the part has a time limit."""
     x = _drawn(group, 64, device)
     for name, way in ways.items():
-        graph, out = _captured(lambda: way(x))  # noqa: B023 - called before the next turn
+        graph, out = captured(lambda: way(x))  # noqa: B023 - called before the next turn
         before = out.clone()
         begin_s = time.monotonic()
         for turn in range(ALTERNATIONS):
@@ -121,25 +122,9 @@ def _is_same_on_all(group: Group, made: Tensor) -> bool:
     return all(torch.equal(part, parts[0]) for part in parts)
 
 
-def _captured(call: Callable[[], object], calls: int = 1) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for _ in range(calls):
-            out = call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph, out if isinstance(out, Tensor) else torch.empty(0)
-
-
 def _time(group: Group, call: Callable[[], object]) -> float:
     """Microseconds of a call, the median of replays of CALLS of them."""
-    graph, _ = _captured(call, CALLS)
+    graph, _ = captured(call, CALLS)
     took: list[float] = []
     for _ in range(ROUNDS):
         dist.barrier()

@@ -57,14 +57,18 @@ class SharedStore:
         self._tell(_Order.WRITE, place, told)
         for rank, share in enumerate(adapter.shares, 1):
             self._way.give(share.memory, rank)
-        self._own.write(place, adapter)
-        self._wait()
+        try:
+            self._own.write(place, adapter)
+        finally:  # or the next order would take the answers to this one
+            self._wait()
 
     def clear(self, place: int) -> None:
         """Overwrite a place of every rank with zeros."""
         self._tell(_Order.CLEAR, place, [])
-        self._own.clear(place)
-        self._wait()
+        try:
+            self._own.clear(place)
+        finally:
+            self._wait()
 
     def close(self) -> None:
         """Let the others' threads end."""

@@ -72,8 +72,8 @@ def test_what_is_there_in_part_is_brought_whole(tmp_path: Path, asked: Any) -> N
 
 @pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}'])
 def test_an_index_that_is_none_is_for_the_model_to_tell(tmp_path: Path, index: str) -> None:
-    write_snapshot(tmp_path, "org/m", dict.fromkeys(FILES, "") | {"model.safetensors.index.json": index})
-    parse(tmp_path)
+    snapshot = write_snapshot(tmp_path, "org/m", dict.fromkeys(FILES, "") | {"model.safetensors.index.json": index})
+    assert parse(tmp_path).model == str(snapshot)
 
 
 def fail(error: Exception) -> Callable[..., object]:

@@ -95,13 +95,13 @@ class Coming:
         slot = self.hand_over()
         if slot is None:
             return
-        if self._landing is None or self._landing.done():
-            self._wholes.end(slot)
-            return
 
-        def end(landing: asyncio.Future[None]) -> None:
-            if not landing.cancelled():
+        def end(landing: asyncio.Future[None] | None) -> None:
+            if landing is not None and not landing.cancelled():
                 landing.exception()  # who asked has gone
             self._wholes.end(slot)
 
-        self._landing.add_done_callback(end)
+        if self._landing is None or self._landing.done():
+            end(self._landing)
+        else:
+            self._landing.add_done_callback(end)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,8 @@ from rigs.whole_sequences import Traveller, check_idle, imported, imported_by, o
 from deltaline_server.errors import Reason
 from deltaline_server.principal import ANONYMOUS, Principal
 from deltaline_server.snapshots import states
-from deltaline_server.snapshots.header import PREAMBLE
+from deltaline_server.snapshots.header import PREAMBLE, StateHeader
+from deltaline_server.snapshots.layout import SpanProgress
 from deltaline_server.snapshots.sequences.coming import Coming
 
 DAMAGED, MISMATCH, INVALID = Reason.STATE_DAMAGED, Reason.STATE_MISMATCH, Reason.INVALID_REQUEST
@@ -248,6 +251,30 @@ async def test_a_call_that_ends_while_pages_are_written_leaves_nothing_once_they
     to.engine.eager = True
     assert to.pages is not None and to.pages.num_used == 0
     check_idle(to)
+
+
+async def test_pages_that_fail_behind_a_call_that_ended_are_nobody_s_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ended: list[int] = []
+    wholes: Any = SimpleNamespace(make_room=lambda *_: 7, paged_spans=frozenset((0,)), end=ended.append)
+    coming = Coming(wholes, ANONYMOUS)
+    spans = (SpanProgress(position=PAGE_SIZE),)
+    coming.expect(StateHeader(bytes(16), bytes(32), "anonymous", spans, is_sequence=True, is_pages=True))
+
+    async def fail(id: bytes) -> None:
+        raise ValueError
+
+    @asynccontextmanager
+    async def received() -> AsyncIterator[Any]:
+        yield SimpleNamespace(id=b"")
+
+    await coming.land(received(), fail)
+    await asyncio.sleep(0)
+    coming.end()
+    del coming
+    gc.collect()
+    assert ended == [7] and "never retrieved" not in caplog.text
 
 
 async def test_a_rest_whose_pages_are_gone_opens_nothing(pair: Any) -> None:
