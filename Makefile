@@ -6,6 +6,8 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 export PYTHONSAFEPATH = 1
+# Tests start many processes: where compiled modules were not kept, each would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help install node demo test test-all test-gpu mutants check check-contract check-deploy proto fmt bench-cpu bench-gpu wheel clean
 

@@ -1,11 +1,12 @@
 """A whole model on this device: decodes and a prefill beside the bytes that they must move and their products alone.
 
-SHAPE is 27b (Qwen3.5 of 27 billion parameters), 35b-a3b (Qwen3.5-35B-A3B), the path of a config.json, whose weights are
-drawn, or of a model directory. Model, state and graphs are built as a server builds them. Computation is the
-time between the engine's own events around it. Bytes are all weights once (of experts those that are touched, on
-average, if tokens choose evenly), the states of the rows in and out, and the keys and values of one page a row; their
-time is that of a copy of as many bytes in the same run. Products alone are torch's, one after the other in one graph,
-with weights of their own, which are gone before the model comes. Times are medians.
+SHAPE is 27b (Qwen3.5 of 27 billion parameters), 35b-a3b (Qwen3.5-35B-A3B), one of these with -fp8 behind it, whose
+weights are in FP8, the path of a config.json, whose weights are drawn, or of a model directory. Model, state and graphs
+are built as a server builds them. Computation is the time between the engine's own events around it. Bytes are all
+weights once (of experts those that are touched, on average, if tokens choose evenly), the states of the rows in and
+out, and the keys and values of one page a row; their time is that of a copy of as many bytes in the same run. Products
+alone are torch's, one after the other in one graph, with weights of their own, which are gone before the model comes.
+Times are medians.
 
     python bench/model.py 27b [--rows 1,16,64,256] [--tokens 8192] [--all-graphs] [--profile N]... [--output DIR]
 
@@ -145,7 +146,9 @@ def row_counts(text: str) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for; 0 when every bar is met, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", metavar="SHAPE", help="27b, 35b-a3b, a config.json or a model directory")
+    parser.add_argument(
+        "shape", metavar="SHAPE", help="27b, 35b-a3b, 27b-fp8, 35b-a3b-fp8, a config.json or a model directory"
+    )
     parser.add_argument(
         "--rows", type=row_counts, default=[1, 16, 64, 256], help="rows of decodes (default 1,16,64,256)"
     )

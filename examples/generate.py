@@ -8,9 +8,9 @@ servers may hold a range of the layers each: give --server once for each, in the
 stream needs next becomes a row, all rows go in one step, and a stream that ends makes room for the next prompt. With
 --drafts K a step verifies up to K tokens, looked up in the stream itself: the right ones cost no step of their own.
 
-DIR is a checkpoint as transformers writes it, of a Mamba2 model or a Qwen model, with experts or without
-(make_checkpoint.py writes one of each kind), also with residual streams: then whichever of the ends no server has is
-computed here.
+DIR is a checkpoint as transformers writes it, of a family whose layers are served whole and whose ends are an
+embedding, a norm and a head: Qwen's and Mamba's are (make_checkpoint.py writes one of each kind), and others. Also with
+residual streams: then whichever of the ends no server has is computed here.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Ends:
             raise ValueError(f"{directory}: no checkpoint: expected config.json and *.safetensors")
         config = json.loads((directory / "config.json").read_text())
         config = config.get("text_config", config)
-        is_mamba = config.get("model_type") == "mamba2"
+        is_mamba = config.get("model_type") in ("mamba", "falcon_mamba", "mamba2")
         tensors: dict[str, NDArray[Any]] = {}
         for path in sorted(directory.glob("*.safetensors")):
             with safe_open(path, "np") as file:
@@ -86,7 +86,10 @@ class Ends:
         self.epsilon: float = config[stored.epsilon]
         self.num_layers: int = config["num_hidden_layers"]
         self.streams: int = config.get("hc_mult") or 0  # residual streams, 0 for one plain residual
-        if self.streams:
+        self.join: tuple[NDArray[Any], ...] | None
+        if self.streams and str(config.get("model_type")).startswith("glm5_next"):
+            self.join = None  # by their mean
+        elif self.streams:
             fn, scale, base = (find(tensors, (f"hc_head.hc_{name}",), directory) for name in ("fn", "scale", "base"))
             self.join = fn, scale, base
             self.join_epsilon: float = config.get("hc_eps", 1e-6)
@@ -101,7 +104,9 @@ class Ends:
     def greedy(self, hidden: NDArray[Any]) -> list[int]:
         """Return the likeliest next token after each of the hidden states [n, hidden] or [n, streams, hidden]."""
         hidden = hidden.astype(np.float32)
-        if hidden.ndim == 3:  # the head of hyper-connections: a weighted sum of the streams
+        if hidden.ndim == 3 and self.join is None:
+            hidden = hidden.mean(axis=1)
+        elif hidden.ndim == 3 and self.join is not None:  # the head of hyper-connections: a weighted sum of the streams
             fn, scale, base = self.join
             flat = hidden.reshape(len(hidden), -1)
             mixes = flat / np.sqrt(np.mean(flat**2, axis=-1, keepdims=True) + self.epsilon) @ fn.T

@@ -97,8 +97,9 @@ def _write_checkpoint(
     value_heads heads; head_dim is the state's, and of nemotron_h the heads' too. `model.base_model.layers` are its
     layers, but for qwen3_5 and qwen3_5_moe.
     """
-    import torch  # only here, like transformers: most tests need neither
+    import torch  # only here, like transformers and what imports it: most tests need neither
     import transformers
+    from rigs.drawn_weights import draw_weights
 
     config: dict[str, Any] = {"vocab_size": 8, "hidden_size": hidden}
     mamba = {
@@ -160,8 +161,37 @@ def _write_checkpoint(
         "pad_token_id": None,  # its own are beyond a small vocabulary
         "eos_token_id": None,
     }
+    latents = {
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": value_heads,
+        "num_key_value_heads": value_heads,
+        "kv_lora_rank": 2 * head_dim,
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": head_dim // 2,
+        "v_head_dim": head_dim,
+        "linear_num_heads": value_heads,
+        "linear_head_dim": head_dim,
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 32,
+        "layer_types": ["linear_attention"] * layers,
+        "pad_token_id": None,  # its own are beyond a small vocabulary
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": hidden}
-    if model_type == "mamba2":
+    mamba1 = {"num_hidden_layers": layers, "time_step_rank": 6}
+    if model_type == "mamba":
+        made = transformers.MambaConfig(**config | mamba1 | overrides)
+    elif model_type == "falcon_mamba":
+        made = transformers.FalconMambaConfig(**config | mamba1 | overrides)
+    elif model_type == "jamba":
+        sizes = {"intermediate_size": intermediate, "num_experts": 6, "mamba_dt_rank": 6, "num_hidden_layers": layers}
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "attn_layer_period": 3, "attn_layer_offset": 1}
+        sizes |= {"expert_layer_offset": 0}
+        made = transformers.JambaConfig(**config | sizes | overrides)
+    elif model_type == "mamba2":
         config |= mamba | {"n_groups": key_heads, "state_size": head_dim}
         made = transformers.Mamba2Config(**config | overrides)
     elif model_type == "bamba":
@@ -182,6 +212,15 @@ def _write_checkpoint(
     elif model_type == "lfm2_moe":
         sizes = {key: value for key, value in experts.items() if not key.startswith("shared")}
         made = transformers.Lfm2MoeConfig(**config | short_convolutions | sizes | {"num_dense_layers": 1} | overrides)
+    elif model_type == "glm5_next":
+        text = {key: value for key, value in latents.items() if key not in ("num_experts", "num_experts_per_token")}
+        text |= {"n_routed_experts": 6, "num_experts_per_tok": 2, "q_lora_rank": head_dim, "qk_rope_head_dim": 0}
+        text |= {"index_topk": 64, "index_kpool": 4, "index_n_heads": 2, "index_head_dim": head_dim}
+        text |= {"mlp_layer_types": ["dense", *["sparse"] * (layers - 1)], "hc_mult": 2, "hc_sinkhorn_iters": 3}
+        vision |= {"projection_intermediate_size": 32}
+        made = transformers.Glm5NextConfig(text_config=config | text | overrides, vision_config=vision)
+    elif model_type == "kimi_linear":
+        made = transformers.KimiLinearConfig(**config | latents | overrides)
     elif model_type == "falcon_h1":
         sizes = {"intermediate_size": intermediate, "head_dim": 16, "mamba_d_ssm": 2 * hidden}
         made = transformers.FalconH1Config(**config | beside_attention | sizes | overrides)
@@ -206,6 +245,9 @@ def _write_checkpoint(
     else:
         made = transformers.Qwen3_5Config(text_config=config | linear | overrides, vision_config=vision)
     classes = {
+        "mamba": "MambaForCausalLM",
+        "falcon_mamba": "FalconMambaForCausalLM",
+        "jamba": "JambaForCausalLM",
         "mamba2": "Mamba2ForCausalLM",
         "bamba": "BambaForCausalLM",
         "falcon_h1": "FalconH1ForCausalLM",
@@ -213,6 +255,8 @@ def _write_checkpoint(
         "lfm2": "Lfm2ForCausalLM",
         "lfm2_moe": "Lfm2MoeForCausalLM",
         "olmo_hybrid": "OlmoHybridForCausalLM",
+        "kimi_linear": "KimiLinearForCausalLM",
+        "glm5_next": "Glm5NextForConditionalGeneration",
         "granitemoehybrid": "GraniteMoeHybridForCausalLM",
         "nemotron_h": "NemotronHForCausalLM",
         "qwen3_next": "Qwen3NextForCausalLM",
@@ -222,23 +266,7 @@ def _write_checkpoint(
         "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     }
     model: Any = getattr(transformers, classes[model_type])(made)
-    # The vectors that multiply as they are; other norms have the distance from 1.
-    is_qwen = model_type.startswith("qwen")
-    around_one = ("linear_attn.norm.weight",) if is_qwen else ("norm.weight", "norm_f.weight", ".D")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(".A_log"):
-                weight.uniform_(0.5, 8, generator=generator).log_()
-            elif name.endswith(".dt_bias"):
-                weight.uniform_(-4, 1, generator=generator)
-            elif weight.ndim == 1:
-                weight.normal_(1.0 if name.endswith(around_one) else 0.0, 0.3, generator=generator)
-            else:
-                weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
-        for name, buffer in model.named_buffers():
-            if name.endswith((".e_score_correction_bias", ".expert_bias")):
-                buffer.normal_(0, 0.3, generator=generator)
+    draw_weights(model, model_type, seed)
     model = model.to(getattr(torch, dtype)).eval()
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model

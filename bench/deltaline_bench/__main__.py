@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deltaline_bench.case import Suite
 
 # Each is a package of deltaline_bench, whose `cases` have a SUITE.
-SUITES = ("attention", "conv1d", "gated_delta", "lora", "mamba2", "mhc", "moe")
+SUITES = ("attention", "conv1d", "gated_delta", "kda", "lora", "mamba1", "mamba2", "mhc", "moe")
 ALL = "all"
 NAME = "deltaline_bench"
 

@@ -17,6 +17,7 @@ DISTRIBUTIONS = {
     "causal_conv1d": "causal-conv1d",
     "fla": "fla-core",
     "flag_gems": "flag-gems",
+    "flash_kda": "flash-kda",
     "sglang": "sglang",
     "vllm": "vllm",
 }

@@ -14,9 +14,18 @@ from deltaline_kernels.attention import (
     flex_decode_reference,
     or_masks,
 )
-from deltaline_kernels.checks import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
+from deltaline_kernels.checks import (
+    FP8_BLOCK,
+    MAX_BEHIND_LATENT,
+    MAX_CONV_WIDTH,
+    MAX_HEAD_DIM,
+    MAX_LATENT_DIM,
+    MIN_CONV_WIDTH,
+)
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
+from deltaline_kernels.fp8 import can_multiply_fp8, multiply_fp8, multiply_fp8_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
+from deltaline_kernels.kda import kda, kda_reference
 from deltaline_kernels.lora import (
     MAX_RANK,
     AdapterTiles,
@@ -27,6 +36,7 @@ from deltaline_kernels.lora import (
     spread_slots,
     spread_slots_reference,
 )
+from deltaline_kernels.mamba1 import mamba1, mamba1_reference
 from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.mhc import (
     MAX_STREAMS,
@@ -65,9 +75,12 @@ from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 from deltaline_kernels.selftest.run import Check, run_selftest
 
 __all__ = [
+    "FP8_BLOCK",
+    "MAX_BEHIND_LATENT",
     "MAX_CONV_WIDTH",
     "MAX_EXPERTS",
     "MAX_HEAD_DIM",
+    "MAX_LATENT_DIM",
     "MAX_RANK",
     "MAX_STREAMS",
     "MAX_TOP_K",
@@ -86,6 +99,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_reference",
     "and_masks",
+    "can_multiply_fp8",
     "causal_conv1d",
     "causal_conv1d_reference",
     "find_modifier",
@@ -96,6 +110,10 @@ __all__ = [
     "gated_rms_norm",
     "gated_rms_norm_reference",
     "group_tokens",
+    "kda",
+    "kda_reference",
+    "mamba1",
+    "mamba1_reference",
     "mamba2",
     "mamba2_reference",
     "mhc_head",
@@ -106,6 +124,8 @@ __all__ = [
     "mhc_post_reference",
     "mhc_pre",
     "mhc_pre_reference",
+    "multiply_fp8",
+    "multiply_fp8_reference",
     "or_masks",
     "prepare_gates",
     "rms_norm",

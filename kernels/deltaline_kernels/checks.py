@@ -11,7 +11,12 @@ from torch import Tensor
 
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 STATES = (torch.float32, torch.bfloat16, torch.float16)
+# Weights whose blocks of so many rows and columns have a scale each.
+FP8 = torch.float8_e4m3fn
+FP8_BLOCK = 128
 MAX_HEAD_DIM = 256
+# Channels of a latent, and of what keys have behind it.
+MAX_LATENT_DIM, MAX_BEHIND_LATENT = 512, 128
 MIN_CONV_WIDTH, MAX_CONV_WIDTH = 2, 6
 LARGEST = sys.float_info.max
 

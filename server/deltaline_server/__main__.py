@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -145,7 +146,7 @@ async def serve(config: Config, place: Place | None = None) -> int:
     from deltaline_server.sizing.host import check_host
 
     check_host(config)
-    server, loop = Server(config, place), asyncio.get_running_loop()
+    server, loop = Server(config, place, loaded=_freeze), asyncio.get_running_loop()
 
     def take(number: int, frame: object) -> None:
         if not server.has_started:
@@ -160,6 +161,12 @@ async def serve(config: Config, place: Place | None = None) -> int:
     if place is not None:
         _end_now(code)
     return code
+
+
+def _freeze() -> None:
+    """Let the garbage collector look no more at what is there now, which stays, while steps wait."""
+    gc.collect()
+    gc.freeze()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Life: start (load, listen, ready) -> serve -> drain -> stop.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import platform
@@ -75,13 +74,18 @@ class Server:
     """
 
     def __init__(
-        self, config: Config, place: Place | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        config: Config,
+        place: Place | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """place: rank 0's among the ranks of the server, None where there are none."""
+        """place: rank 0's; None where there are no ranks. loaded: called when all is, before anyone is served."""
         self.config, self._place = config, place
         self.port = self.metrics_port = 0
         self.address = ""
-        self._clock = clock
+        self._clock, self._loaded = clock, loaded
         self._message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
         self.metrics, self.identity = Metrics(SERVICES), Identity()
         self.gate = Gate()
@@ -111,12 +115,11 @@ class Server:
         if api_implementation.Type() != "upb":
             raise StartError(f"protobuf: expected its upb implementation, got {api_implementation.Type()}")
         self._tracing = begin_tracing(self.config, self._clock)
-        config = self.config
-        self.principals = open_principals(config.principals, config.host)
+        self.principals = open_principals(self.config.principals, self.config.host)
         try:
-            self._audit = open_audit(config.audit_log, self._clock)
-            num_ports = max(1, (config.uds is not None) + (not config.front_ends))
-            num_connections = connections(num_ports, MAX_CONNECTIONS if config.metrics_port >= 0 else 0)
+            self._audit = open_audit(self.config.audit_log, self._clock)
+            num_ports = max(1, (self.config.uds is not None) + (not self.config.front_ends))
+            num_connections = connections(num_ports, MAX_CONNECTIONS if self.config.metrics_port >= 0 else 0)
         except (AuditError, DescriptorError) as error:
             raise StartError(str(error)) from error
         self._refusals, self._turns = Refusals(self._clock), Turns(self._clock)
@@ -130,7 +133,7 @@ class Server:
             self.identity,
             self._turns,
         )
-        options = grpc_options(self._message_bytes, connections=num_connections, max_age_s=config.max_age_s)
+        options = grpc_options(self._message_bytes, connections=num_connections, max_age_s=self.config.max_age_s)
         self._server = grpc.aio.server(interceptors=[interceptor], options=options)
         runtime: Runtime | None = None
         try:
@@ -147,9 +150,7 @@ class Server:
                 await runtime.close()
             await self._close_telemetry()
             raise
-        # What is there now stays: the garbage collector need not look at it again while steps wait.
-        gc.collect()
-        gc.freeze()
+        self._loaded()
         self.has_started = True
         self._tasks = [
             asyncio.create_task(self._every(LEASE_TICK_S, runtime.reap), name="leases"),
@@ -217,7 +218,6 @@ class Server:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._free(), limit_s)
         await self._close_telemetry()
-        gc.unfreeze()  # or what the server had would stay for as long as the process does
         event(_log, "stopped")
 
     async def _free(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from deltaline_bench.service.raw import decoding, echoing
 from deltaline_bench.service.raw_link import decoding_by_link
 from deltaline_bench.service.size import CPU
 
-ROUNDS, STEPS, WARM_UP = 9, 50, 50
+ROUNDS, STEPS, WARM_UP = 20, 50, 50
 
 
 @pytest.mark.alone
@@ -31,6 +32,6 @@ async def test_a_step_of_64_rows_costs_about_an_echo_by_grpc(tmp_path: Path) -> 
             for pid, step in ways.items():
                 await cost_ns(pid, step, WARM_UP)
             turns = [[await cost_ns(pid, step, STEPS) for pid, step in ways.items()] for _ in range(ROUNDS)]
-    # The least of each: whatever else runs on the processors only adds, by what caches lose.
-    by_link, by_echo = (min(column) for column in zip(*turns, strict=True))
-    assert by_link <= MAX_LINK_ECHOES * by_echo, f"{by_link / 1000:.0f} us for {by_echo / 1000:.0f}"
+    # Of neighbours in time: processors change their speed within seconds, and caches are lost to whatever else runs.
+    echoes = statistics.median(by_link / by_echo for by_link, by_echo in turns)
+    assert echoes <= MAX_LINK_ECHOES, f"{echoes:.2f} echoes; in us, {[[ns // 1000 for ns in turn] for turn in turns]}"

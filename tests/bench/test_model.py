@@ -16,7 +16,7 @@ from deltaline_bench.model.figures import Decode, Prefill, Run, judge, write_tab
 from deltaline_bench.model.products import Products
 from deltaline_bench.model.profile import Launch, totals, write_profile
 from deltaline_bench.model.served import ServedModel
-from deltaline_bench.model.shapes import DENSE_27B, EXPERTS_35B, NAMED, Shape
+from deltaline_bench.model.shapes import DENSE_27B, EXPERTS_35B, FP8, NAMED, Shape
 from deltaline_bench.model.work import Work
 from deltaline_server.log import Progress
 from deltaline_server.models.config import ModelConfig
@@ -77,6 +77,15 @@ def test_the_work_of_27b_is_that_of_its_sizes() -> None:
     assert work.decode_bytes(3, 64) == work.weight_bytes(3) + 3 * (2 * state + 64 * token + 2 * 5120 * 2)
 
 
+def test_weights_in_fp8_are_a_byte_and_their_blocks_scales() -> None:
+    """All but norms, gates, convolutions and the two projections that stay plain."""
+    plain, in_fp8 = (Work(ModelConfig.from_mapping(NAMED[name][0]), itemsize=2) for name in ("27b", "27b-fp8"))
+    left = 48 * (2 * 48 * 5120 + 4 * (2 * 16 + 48) * 128 + 2 * 48 + 128) + 64 * 2 * 5120 + 16 * 2 * 256
+    values = plain.weight_bytes(1) // 2 - left
+    assert in_fp8.weight_bytes(1) == pytest.approx(2 * left + values * (1 + 1 / 4096), rel=1e-9)
+    assert in_fp8.flops(8192) == plain.flops(8192)
+
+
 def test_of_experts_those_count_that_tokens_choose() -> None:
     work = Work(ModelConfig.from_mapping(EXPERTS_35B), itemsize=2)
     experts = 40 * 3 * 256 * 512 * 2048 * 2
@@ -113,7 +122,7 @@ def test_products_alone_are_as_many_as_the_work_says(
     assert done == work.flops(tokens) == 2 * tokens * (3 * linear + attention + 4 * mlp)
 
 
-@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("config", [DENSE, EXPERTS, EXPERTS | FP8], ids=["dense", "experts", "fp8"])
 def test_batches_are_rows_with_lines_and_pages_of_their_own(config: dict[str, object], tmp_path: Path) -> None:
     served = ServedModel.build(Shape("tiny", write(config, tmp_path)), [1, 3], 150, Progress())
     assert served.pool.kv is not None

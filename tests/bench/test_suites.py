@@ -19,9 +19,13 @@ from deltaline_bench.family import Family, Row
 from deltaline_bench.gated_delta import cases as gated_delta
 from deltaline_bench.gated_delta.shape import Inputs
 from deltaline_bench.gated_delta.shape import Shape as GatedDelta
+from deltaline_bench.kda import cases as kda
+from deltaline_bench.kda.shape import Shape as Kda
 from deltaline_bench.lines import Mode
 from deltaline_bench.lora import cases as lora
 from deltaline_bench.lora.batch import Shape as Lora
+from deltaline_bench.mamba1 import cases as mamba1
+from deltaline_bench.mamba1.shape import Shape as Mamba1
 from deltaline_bench.mamba2 import cases as mamba2
 from deltaline_bench.mamba2.shape import Shape as Mamba2
 from deltaline_bench.mamba2.sides import cut_chunks
@@ -45,6 +49,8 @@ class OurPeers(Peers):
     """Peers whose functions are ours of the same names."""
 
     def load(self, module: str, name: str) -> Function:
+        if (module.partition(".")[0], name) == ("vllm", "selective_scan_fn"):
+            name = "selective_scan_varlen"  # as ours is called, beside that of mamba-ssm
         function = getattr(compat, name.removeprefix("_"), None)
         if function is None:
             raise PeerMissing("not installed")
@@ -58,6 +64,14 @@ class OurPeers(Peers):
 
 def delta(mode: Mode, lengths: tuple[int, ...], **sizes: Any) -> GatedDelta:
     return GatedDelta(mode, lengths, 2, 4, 16, 24, **{"dtype": FLOAT, **sizes})
+
+
+def keyed(mode: Mode, lengths: tuple[int, ...], **sizes: Any) -> Kda:
+    return Kda(mode, lengths, **{"num_key_heads": 4, "num_value_heads": 4, "key_dim": 16, "value_dim": 24, **sizes})
+
+
+def scan(mode: Mode, lengths: tuple[int, ...], **sizes: Any) -> Mamba1:
+    return Mamba1(mode, lengths, **{"key_dim": 6, "value_dim": 20, "dtype": FLOAT, **sizes})
 
 
 def ssd(mode: Mode, lengths: tuple[int, ...], **sizes: Any) -> Mamba2:
@@ -84,6 +98,18 @@ SMALL: dict[str, tuple[Family[Any, Any], Any, set[str]]] = {
     "gated_delta verify": (RULE, delta(Mode.VERIFY, THREES), {"decode"}),
     "gated_delta mixer": (MIXER, delta(Mode.DECODE, ONES), {gated_delta.DECODE}),
     "gated_delta mixer bf16": (MIXER, delta(Mode.DECODE, ONES, dtype=torch.bfloat16), {gated_delta.DECODE}),
+    "kda prefill": (kda.FAMILY, keyed(Mode.PREFILL, RAGGED, dtype=FLOAT), {"fla"}),
+    "kda prefill of groups": (
+        kda.FAMILY,
+        keyed(Mode.PREFILL, EVEN, dtype=FLOAT, num_key_heads=2, lower_bound=None),
+        {"fla"},
+    ),
+    "kda decode": (kda.FAMILY, keyed(Mode.DECODE, ONES, dtype=FLOAT), {"fla", "SGLang"}),
+    "kda decode bf16 state": (kda.FAMILY, keyed(Mode.DECODE, ONES, dtype=FLOAT, state=torch.bfloat16), {"SGLang"}),
+    "kda verify": (kda.FAMILY, keyed(Mode.VERIFY, THREES, dtype=FLOAT), {"decode"}),
+    "mamba1 prefill": (mamba1.FAMILY, scan(Mode.PREFILL, RAGGED), {"vLLM"}),
+    "mamba1 decode": (mamba1.FAMILY, scan(Mode.DECODE, ONES), {"vLLM"}),
+    "mamba1 verify": (mamba1.FAMILY, scan(Mode.VERIFY, THREES), {"vLLM", "decode"}),
     "mamba2 prefill": (mamba2.FAMILY, ssd(Mode.PREFILL, RAGGED), {"vLLM, chunks of 128", "vLLM, chunks of 256"}),
     "mamba2 decode": (mamba2.FAMILY, ssd(Mode.DECODE, ONES), {"vLLM", "SGLang"}),
     "mamba2 verify": (mamba2.FAMILY, ssd(Mode.VERIFY, THREES), {"vLLM", "decode"}),
@@ -92,6 +118,7 @@ SMALL: dict[str, tuple[Family[Any, Any], Any, set[str]]] = {
     "conv1d update": (conv1d.FAMILY, conv(Mode.DECODE, ONES), {"vLLM", "causal-conv1d"}),
     "conv1d verify": (conv1d.FAMILY, conv(Mode.VERIFY, THREES), {"vLLM"}),
     "gated_delta waypoints": (RULE, delta(Mode.PREFILL, (200, 64, 300), waypoints=64), {"vLLM", "plain"}),
+    "mamba1 waypoints": (mamba1.FAMILY, scan(Mode.PREFILL, (200, 64, 300), waypoints=128), {"plain"}),
     "mamba2 waypoints": (mamba2.FAMILY, ssd(Mode.PREFILL, (200, 64, 300), waypoints=128), {"plain"}),
     "conv1d waypoints": (conv1d.FAMILY, replace(conv(Mode.PREFILL, (200, 300)), waypoints=64), {"vLLM", "plain"}),
     "lora slices": (lora.FAMILY, Lora(20, 24, (16, 8, 3), (4, 1, 8), 8, FLOAT), {"vLLM"}),
@@ -112,9 +139,12 @@ SMALL: dict[str, tuple[Family[Any, Any], Any, set[str]]] = {
 }
 BESIDE = {
     "gated_delta verify": DECODES,
+    "kda verify": keyed(Mode.DECODE, (1,) * 6, dtype=FLOAT),
+    "mamba1 verify": scan(Mode.DECODE, (1,) * 6),
     "mamba2 verify": SSD_DECODES,
     "attention window": pages((20, 20)),
     "gated_delta waypoints": delta(Mode.PREFILL, (200,)),
+    "mamba1 waypoints": scan(Mode.PREFILL, (200,)),
     "mamba2 waypoints": ssd(Mode.PREFILL, (200,)),
     "conv1d waypoints": conv(Mode.PREFILL, (200,)),
 }
@@ -144,7 +174,10 @@ def test_verify_starts_from_some_but_not_all_drafts() -> None:
     assert torch.equal(batch.states, again.states) and torch.equal(batch.accepted, again.accepted)
 
 
-@pytest.mark.parametrize("name", ["gated_delta prefill", "gated_delta verify", "mamba2 prefill", "mamba2 verify"])
+@pytest.mark.parametrize(
+    "name",
+    ["gated_delta prefill", "gated_delta verify", "kda verify", "mamba1 verify", "mamba2 prefill", "mamba2 verify"],
+)
 def test_what_no_row_may_read_is_not_a_number(name: str) -> None:
     family, shape, _ = SMALL[name]
     batch = family.batch(shape, "poison", CPU)
@@ -176,7 +209,9 @@ def test_adapters_of_a_prefill_have_neighbouring_tokens() -> None:
         "attention": ["decode-1x32768"],
         "conv1d": ["update-1"],
         "gated_delta": ["decode-1", "verify-64"],
+        "kda": ["decode-1", "verify-64"],
         "lora": ["r16-1-of-1", "base-64"],
+        "mamba1": ["decode-1", "verify-64"],
         "mamba2": ["decode-1", "verify-64"],
         "mhc": ["pre-1x4096", "fused-64x4096"],
         "moe": ["35b-a3b-1", "35b-a3b-64", "deepseek-v3-1"],

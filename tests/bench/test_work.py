@@ -10,8 +10,10 @@ from deltaline_bench.conv1d.batch import Shape as Conv1d
 from deltaline_bench.gated_delta.batch import Batch as GatedDeltaBatch
 from deltaline_bench.gated_delta.mixer import Mixer
 from deltaline_bench.gated_delta.shape import Shape as GatedDelta
+from deltaline_bench.kda.shape import Shape as Kda
 from deltaline_bench.lines import Mode
 from deltaline_bench.lora.batch import Shape as Lora
+from deltaline_bench.mamba1.shape import Shape as Mamba1
 from deltaline_bench.mamba2.shape import Shape as Mamba2
 from deltaline_bench.mhc.batch import FUSED, HEAD, POST, PRE
 from deltaline_bench.mhc.batch import Shape as Mhc
@@ -34,12 +36,33 @@ def test_gated_delta() -> None:
     assert batch.num_bytes() == verify.num_bytes(int(batch.accepted.sum())) > verify.num_bytes()
 
 
+def test_kda() -> None:
+    # 8 tokens of 2*4*16 + 4*24 channels, 4*16 decays, 4 gates and 96 outputs; weights of 4 heads and of 64 channels.
+    prefill = Kda(Mode.PREFILL, (5, 3), 4, 4, 16, 24)
+    assert prefill.num_bytes() == 2 * 8 * (224 + 68 + 96) + 4 * 3 * 4 * 24 * 16 + 4 * 68
+    assert prefill.num_flops() == 8 * 4 * (3 * 2 * 16 * 24 + 2 * 2 * 16 * (16 + 24))
+    verify = Kda(Mode.VERIFY, (3, 3), 4, 4, 16, 24)
+    assert verify.num_bytes(4) - verify.num_bytes() == 4 * 4 * (64 + 96 + 64)
+    assert verify.num_flops(num_replayed=4) == 4 * 16 * 24 * (7 * 6 + 3 * 4)
+
+
 def test_mixer_adds_gate_lines_weights_and_norm() -> None:
     shape = GatedDelta(Mode.DECODE, (1, 1), 2, 4, 16, 24)
     mixer = Mixer(shape, "mixer", CPU)
     # 2 rows of z, their lines of 3 columns read and written; 4 taps; a norm of 24 floats.
     assert mixer.num_bytes() == shape.num_bytes() + 2 * (2 * 96 + 2 * 2 * 3 * 160 + 4 * 160) + 4 * 24
     assert mixer.num_flops() == shape.num_flops() + 2 * 4 * 2 * 160
+
+
+def test_mamba1() -> None:
+    # A decode of one row: x, B, C, dt, z, y of 2 bytes; the state of 4 bytes in and out; A_log, D, dt_bias.
+    shape = Mamba1(Mode.DECODE, (1,))
+    state = 8192 * 16
+    assert shape.num_bytes() == 2 * (4 * 8192 + 2 * 16) + 2 * 4 * state + 18 * 8192 * 4
+    assert shape.num_flops() == 6 * state
+    verify = Mamba1(Mode.VERIFY, (5,))
+    assert verify.num_bytes(3) - verify.num_bytes() == 3 * (16 + 2 * 8192) * 4
+    assert verify.num_flops(3) == (30 + 12) * state
 
 
 def test_mamba2() -> None:

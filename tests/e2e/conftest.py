@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from rigs.in_turns import take_turns
 from rigs.linked import FAST, Driven
 from rigs.named_servers import Servers
 from rigs.served import served
@@ -24,6 +25,16 @@ from deltaline_server.app import Server
 from deltaline_server.config import Config
 
 __all__ = ["watched"]
+
+
+# The kinds of clients, and small models. What differs between them has tests of its own.
+IN_TURNS = "driven", "each_small_model"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    own = [item for item in items if Path(__file__).parent in item.path.parents]
+    for name in IN_TURNS:
+        take_turns(own, name)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 from rigs.authority import Authority
+from rigs.layer_calls import HeldEngine
 from rigs.linked import Driven, tokens
 from rigs.named_servers import Servers
 from rigs.routers import free_port
@@ -219,14 +220,20 @@ def test_tensors_that_lay_in_memory_of_the_old_server_reach_the_owner(
 
 @pytest.mark.parametrize("has_link", [False, True])
 def test_a_step_that_goes_in_no_message_is_sent_again_in_memory_of_the_owner(
-    driven: Driven, peers: Callable[..., Servers], clients: Callable[..., Any], has_link: bool
+    driven: Driven,
+    peers: Callable[..., Servers],
+    clients: Callable[..., Any],
+    has_link: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     do, servers = driven.do, peers(2, has_link, inline_limit_bytes=256 << 10, shared_memory_bytes=4 * MIB)
     client = clients(servers.addresses[0], servers=servers.names, shared_memory_bytes=4 * MIB)
     sequence, twin = do(client.open_many(2))
     expected = do(twin.prefill(tokens(1200)))
+    held = HeldEngine(servers.servers[0], monkeypatch)
     with pytest.raises(DeadlineExceeded):
-        do(sequence.prefill(tokens(1200), timeout_s=1e-3))
+        do(sequence.prefill(tokens(1200), timeout_s=1.0))
+    held.loop.call_soon_threadsafe(held.release)
     Orchestrator(sequence, servers.names).move()
     assert sequence.unfinished and servers.num_open == [1, 1]
     np.testing.assert_array_equal(do(sequence.resume()), expected)

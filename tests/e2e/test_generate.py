@@ -81,10 +81,11 @@ async def run(
     generate: Callable[[list[Client]], Any],
     layers: Sequence[str] = ("0:4",),
     ends: Sequence[str] = ("none",),
+    **more: Any,
 ) -> Any:
     """Run the example's loop in a thread against servers of the checkpoint, each with a range of its layers.
 
-    ends: of the streams, which of them each server has.
+    ends: of the streams, which of them each server has. more: options of each.
     """
 
     def with_clients(addresses: list[str]) -> Any:
@@ -93,7 +94,7 @@ async def run(
             return generate(clients), [client.load() for client in clients]
 
     async with AsyncExitStack() as stack:
-        options = {"random_init": None, "model": str(checkpoint), "max_draft_tokens": 1 + NUM_DRAFTS}
+        options = {"random_init": None, "model": str(checkpoint), "max_draft_tokens": 1 + NUM_DRAFTS} | more
         servers = [
             await stack.enter_async_context(make_server(**options, layers=own, stream_ends=end))
             for own, end in zip(layers, ends, strict=True)
@@ -138,6 +139,40 @@ async def test_transformers_own_generate_does_the_same_over_servers(
         assert [row[: len(ours)] for row, ours in zip(new, expected, strict=True)] == expected
     assert sum(map(len, expected)) >= 0.9 * NUM_PROMPTS * MAX_NEW_TOKENS
     assert [(load.sequences_open, load.kv_pages_used) for load in loads] == [(0, 0)] * len(layers)
+
+
+async def test_streams_of_a_family_s_own_generate_as_transformers_does(
+    make_server: Callable[..., Server], example: Any, tmp_path: Path, write_checkpoint: Callable[..., Any]
+) -> None:
+    """glm5_next, of which transformers has no class for text alone; on one server with both ends, on two with none."""
+    torch = pytest.importorskip("torch")
+    sizes = {"vocab_size": 64, "hidden": 64, "intermediate": 96, "head_dim": 16, "layers": 4, "index_topk": 48}
+    kinds = ["linear_attention", "deepseek_sparse_attention"] * 2
+    directory = tmp_path / "model"
+    whole = write_checkpoint(directory, "glm5_next", layer_types=kinds, attn_implementation="eager", **sizes)
+    prompts, ends = example.random_prompts(64, 3, 30, seed=1), example.Ends(directory)
+    expected = []
+    for prompt in prompts:
+        tokens: list[int] = []
+        with torch.no_grad():
+            while len(tokens) < prompt.max_new_tokens:
+                logits = whole(torch.tensor([prompt.tokens + tokens]), use_cache=False).logits[0, -1]
+                best = logits.topk(2)
+                if float(best.values[0] - best.values[1]) < example.NEAR_TIE:
+                    break
+                tokens.append(int(best.indices[0]))
+        expected.append(tokens)
+    assert sum(map(len, expected)) > 60
+
+    def generate(clients: list[Client]) -> Any:
+        return [example.generate(clients, ends, prompts, drafts, 3) for drafts in (0, NUM_DRAFTS)]
+
+    told = {"max_context": 48}
+    for layers, stream_ends in ((["0:4"], ["both"]), (["0:2", "2:4"], ["none", "none"])):
+        (plain, drafted), _ = await run(make_server, directory, generate, layers, stream_ends, **told)
+        for report in (plain, drafted):
+            assert [tokens[: len(ours)] for tokens, ours in zip(report.tokens, expected, strict=True)] == expected
+        assert drafted.accepted > 0
 
 
 async def check(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from rigs.quantised import quantise_written
 from rigs.served import served
 from rigs.small_models import GATED_DELTA_NET, HIDDEN
 from rigs.until import until
@@ -38,7 +39,9 @@ BAMBA = {"attn_layer_indices": [1]}
 NEMOTRON = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]}
 ZAMBA = {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "layers": 3, "tie_word_embeddings": False}
 FALCON = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.9, 0.3], "key_multiplier": 0.4}
+JAMBA = {"max_position_embeddings": 4096}
 LFM2 = {"layer_types": ["conv", "full_attention"]}
+LATENTS = {"layer_types": ["linear_attention", "full_attention"]}
 GRANITE = {"layer_types": ["mamba", "attention"], "embedding_multiplier": 3.0, "logits_scaling": 4.0}
 
 
@@ -150,6 +153,9 @@ def test_logits_are_those_of_the_whole_model(
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
+        ("mamba", {"tie_word_embeddings": True}),
+        ("falcon_mamba", {}),
+        ("jamba", JAMBA),
         ("bamba", BAMBA),
         ("olmo_hybrid", HYBRID | OLMO),
         ("granitemoehybrid", GRANITE | {"num_local_experts": 4}),
@@ -157,6 +163,7 @@ def test_logits_are_those_of_the_whole_model(
         ("falcon_h1", FALCON),
         ("lfm2", LFM2),
         ("lfm2_moe", LFM2),
+        ("kimi_linear", LATENTS),
         ("zamba2", ZAMBA),
         ("zamba2", ZAMBA | {"tie_word_embeddings": True}),
     ],
@@ -172,6 +179,24 @@ def test_families_generate_as_transformers_does_plain_and_with_drafts(
     whole, tokens = write_checkpoint(directory, model_type, **TINY | options), prompts(1)
     with (
         addresses(make_server, directory, {}) as servers,
+        DeltalineForCausalLM.from_pretrained(directory, servers=servers) as model,
+    ):
+        expected = greedy(whole, tokens, 24)
+        assert torch.equal(greedy(model, tokens, 24), expected)
+        assert torch.equal(greedy(model, tokens, 24, prompt_lookup_num_tokens=4), expected)
+
+
+def test_a_model_in_fp8_generates_what_its_weights_stand_for(
+    make_server: MakeServer, tmp_path: Path, write_checkpoint: Callable[..., Any]
+) -> None:
+    """Transformers has them in fp32."""
+    directory, plain = tmp_path / "model", tmp_path / "plain"
+    sizes = {"hidden": 128, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_experts": 4}
+    write_checkpoint(directory, "qwen3_5_moe_text", **HYBRID | sizes)
+    quantise_written(directory, plain)
+    whole, tokens = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32), prompts(1)
+    with (
+        addresses(make_server, directory, {"dtype": "float32"}) as servers,
         DeltalineForCausalLM.from_pretrained(directory, servers=servers) as model,
     ):
         expected = greedy(whole, tokens, 24)

@@ -21,13 +21,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 MODELS = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
+    "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM"),
 }
-REPLACED = (
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
-    "torch_chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule",
-)
+# What is replaced in the layers of either delta rule, and by what: of a prompt and of a token.
+CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
+RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+KIMI_RULES = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
+OURS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+OUR_KDA = ("chunk_kda", "fused_recurrent_kda")
 # Heads of other sizes for keys and values: a state that is transposed does not fit.
 SIZES = {
     "vocab_size": 64,
@@ -45,6 +46,17 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+KIMI_SIZES = {
+    "num_key_value_heads": 2,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "mlp_layer_types": ["dense"] * 3,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "bos_token_id": None,
+}
 
 
 @pytest.fixture(params=MODELS)
@@ -52,7 +64,7 @@ def modeling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The modeling file of a model; what is put into it is taken out again."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of transformers' convolution
     file = importlib.import_module(f"transformers.models.{request.param}.modeling_{request.param}")
-    for name in REPLACED:
+    for name in (*CONVOLUTIONS, *(KIMI_RULES if is_kimi(file) else RULES)):
         monkeypatch.setattr(file, name, getattr(file, name))
     return file
 
@@ -82,10 +94,15 @@ def use_kernels(called: Counter[str]) -> Callable[[Any], None]:
     return use
 
 
+def is_kimi(modeling: Any) -> bool:
+    return "kimi" in modeling.__name__
+
+
 def make_model(modeling: Any, device: str) -> Any:
     config, model = MODELS[modeling.__name__.rpartition(".modeling_")[2]]
     torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**SIZES)).eval().to(device)
+    sizes = SIZES | (KIMI_SIZES if is_kimi(modeling) else {})
+    return getattr(transformers, model)(getattr(transformers, config)(**sizes)).eval().to(device)
 
 
 def test_models_generate_the_same_tokens(
@@ -100,19 +117,15 @@ def test_models_generate_the_same_tokens(
     assert torch.equal(ours.sequences, theirs.sequences)
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), rtol=1e-4, atol=1e-4)
     # Two layers: the prompt, then eleven tokens.
-    assert called == {
-        "causal_conv1d_fn": 2,
-        "chunk_gated_delta_rule": 2,
-        "causal_conv1d_update": 22,
-        "fused_recurrent_gated_delta_rule": 22,
-    }
+    chunk, step = OUR_KDA if is_kimi(modeling) else OURS
+    assert called == {"causal_conv1d_fn": 2, chunk: 2, "causal_conv1d_update": 22, step: 22}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inductor's own imports
 def test_layer_is_compiled_whole(modeling: Any, use_kernels: Callable[[Any], None], device: str) -> None:
     """A prompt and a token behind it, through a cache that the graph writes to."""
     model = make_model(modeling, device)
-    layer = model.model.layers[-1].linear_attn
+    layer = model.model.layers[-1].self_attn if is_kimi(modeling) else model.model.layers[-1].linear_attn
     tokens = torch.randn(2, 71, 64, device=device)
     found = set[str]()
 
@@ -130,7 +143,7 @@ def test_layer_is_compiled_whole(modeling: Any, use_kernels: Callable[[Any], Non
         torch.compiler.reset()
         compiled = run(torch.compile(layer, fullgraph=True, backend=backend))
     torch.testing.assert_close(compiled, theirs, rtol=1e-4, atol=1e-4)
-    names = ("causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+    names = (*CONVOLUTIONS, *(OUR_KDA if is_kimi(modeling) else OURS))
     assert {f"deltaline.{name}.default" for name in names} <= found
 
 

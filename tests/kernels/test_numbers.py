@@ -23,6 +23,7 @@ from deltaline_kernels import (
     flex_decode,
     gated_delta,
     gated_rms_norm,
+    kda,
     mamba2,
     mhc_head,
     mhc_post_pre,
@@ -113,6 +114,25 @@ def streams(device: str, one: float) -> list[Tensor]:
     return [y, *both, head]
 
 
+def keyed_delta(device: str, one: float) -> list[Tensor]:
+    state, drafts = fp32(device, 3, 2, 16, 16), torch.zeros(3, 2, 4, 80, device=device)
+    gates = (draw(device, T, 32), draw(device, T, 2), fp32(device, 2), fp32(device, 32))
+    told: dict[str, Any] = {"num_key_heads": 1, "scale": one, "eps": one, "lower_bound": -one}
+    return [kda(draw(device, T, 64), *gates, state, drafts, make_rows(device), **told), state]
+
+
+def keyed_rules_of_engines(device: str, one: float) -> list[Tensor]:
+    q, k, v = (draw(device, 1, T, 2, 16) for _ in range(3))
+    g, beta, out = draw(device, 1, T, 2, 16), draw(device, 1, T, 2), torch.empty_like(v)
+    weights, pool = (fp32(device, 2), fp32(device, 32)), fp32(device, 3, 2, 16, 16)
+    compat.flash_kda_fwd(q, k, v, g, beta, one, out, *weights, -one)
+    o, _ = compat.chunk_kda(q, k, v, -g.abs(), beta.sigmoid(), one)
+    last = compat.fused_sigmoid_gating_delta_rule_update(
+        weights[0], g, weights[1], one, 20 * one, q, k, v, beta, pool, ints(device, 1), is_kda=True, lower_bound=-one
+    )
+    return [out, o, last, pool, compat.fused_kda_gate(g, lower_bound=-one)]
+
+
 def streams_of_engines(device: str, one: float) -> list[Tensor]:
     parameters = (fp32(device, 8, 64), fp32(device, 3), fp32(device, 8))
     return list(compat.mhc_pre(draw(device, 3, 2, 32), *parameters, one, one, one, one, 1))
@@ -155,6 +175,7 @@ CALLS: dict[str, Callable[[str, float], list[Tensor]]] = {
     call.__name__: call
     for call in (
         delta,
+        keyed_delta,
         ssd,
         norm,
         hidden_norms,
@@ -164,6 +185,7 @@ CALLS: dict[str, Callable[[str, float], list[Tensor]]] = {
         streams,
         streams_of_engines,
         rules_of_engines,
+        keyed_rules_of_engines,
         scan_of_engines,
         lora_of_engines,
     )

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
 from deltaline_kernels.device.row_splits import RowSplits
 from deltaline_kernels.gated_delta import plan as gated_delta
-from deltaline_kernels.gated_delta.inputs import DeltaHeads
 from deltaline_kernels.mamba2 import plan as mamba2
 from deltaline_kernels.mamba2.inputs import MambaHeads
 

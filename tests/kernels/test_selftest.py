@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rigs.kernels.paths import Path
+from torch import Tensor
 
 from deltaline_kernels import (
     Router,
@@ -18,27 +19,37 @@ from deltaline_kernels import (
     flex_decode,
     gated_delta,
     gated_rms_norm,
+    mamba1,
     mamba2,
     mhc_post_pre,
+    multiply_fp8,
     rms_norm,
     run_selftest,
     silu_and_mul,
 )
-from deltaline_kernels.gated_delta.inputs import MANY_HEADS as MANY_DELTA_HEADS
-from deltaline_kernels.gated_delta.inputs import DeltaHeads
+from deltaline_kernels.device.delta_rule.inputs import MANY_HEADS as MANY_DELTA_HEADS
+from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.moe import plan
 from deltaline_kernels.selftest import attention as attention_selftest
 from deltaline_kernels.selftest import block as block_selftest
+from deltaline_kernels.selftest import fp8 as fp8_selftest
+from deltaline_kernels.selftest import mamba1 as mamba1_selftest
 from deltaline_kernels.selftest import mhc as mhc_selftest
 from deltaline_kernels.selftest import moe as moe_selftest
+from deltaline_kernels.selftest import parts as parts_selftest
 from deltaline_kernels.selftest import run as selftest
 from deltaline_kernels.selftest.shapes import Shapes, batches
 
 
 def families(recurrence: str, *more: str) -> set[str]:
     """What the self-test compares of a model."""
-    mixers = {"attention": {"rotary", "attention"}, "short_conv": {"conv1d"}}
+    mixers = {
+        "attention": {"rotary", "attention"},
+        "latent_attention": {"rotary", "latent attention"},
+        "short_conv": {"conv1d"},
+        "mamba1": {"conv1d", "mamba1"},
+    }
     return {"lora", "residual", *mixers.get(recurrence, {"conv1d", recurrence, "norm"}), *more}
 
 
@@ -54,6 +65,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128, "max_draft": 8},
     ),
     "delta-bf16-state": ("gated_delta", {"state_dtype": torch.bfloat16}),
+    "kda": ("kda", {"num_key_heads": 4}),
+    "kda-odd": ("kda", {"num_key_heads": 1, "num_value_heads": 3, "key_dim": 24, "value_dim": 40, "lower_bound": -5.0}),
+    "mamba1": ("mamba1", {"num_key_heads": 0, "num_value_heads": 1, "key_dim": 16, "has_conv_bias": True}),
+    "mamba1-odd": (
+        "mamba1",
+        {"num_key_heads": 0, "num_value_heads": 1, "key_dim": 5, "value_dim": 41, "conv_width": 2, "max_draft": 1},
+    ),
+    "mamba1-bf16-state": (
+        "mamba1",
+        {"num_key_heads": 0, "num_value_heads": 1, "key_dim": 16, "state_dtype": torch.bfloat16},
+    ),
     "mamba2": ("mamba2", {}),
     "mamba2-odd": (
         "mamba2",
@@ -66,6 +88,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2-one-norm-limits-bias": (
         "mamba2",
         {"num_key_heads": 4, "norm_groups": 1, "dt_limit": (0.2, 0.9), "has_conv_bias": True},
+    ),
+    "latents": (
+        "latent_attention",
+        {"num_key_heads": 1, "num_value_heads": 6, "key_dim": 40, "value_dim": 32, "rotary_dim": 8},
+    ),
+    "latents-alone": (
+        "latent_attention",
+        {"num_key_heads": 1, "num_value_heads": 3, "key_dim": 20, "value_dim": 20, "rotary_dim": 2},
     ),
     "short-conv": ("short_conv", {"num_key_heads": 0, "conv_width": 3}),
     "short-conv-odd": (
@@ -101,11 +131,30 @@ def test_selftest_takes_a_model_of_several_streams(path: Path) -> None:
     [Router(3, num_shared=1, shared_gate=True), Router(4, "sigmoid", num_groups=4, top_groups=2, scale=2.5)],
     ids=["gated", "groups"],
 )
-def test_selftest_takes_a_model_of_experts(path: Path, router: Router) -> None:
-    sizes: dict[str, Any] = {"num_experts": 16, "hidden": 200, "expert_dim": 72}
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["", "fp8"])
+def test_selftest_takes_a_model_of_experts(path: Path, router: Router, in_fp8: bool) -> None:
+    sizes: dict[str, Any] = {"num_experts": 16, "hidden": 200, "expert_dim": 72, "experts_in_fp8": [in_fp8]}
     checks = run_selftest(path.device, path.dtype, recurrence="attention", router=router, **sizes)
     assert [check for check in checks if not check.ok] == []
     assert {check.name.split(",")[0] for check in checks} == families("attention", "moe")
+
+
+def test_selftest_takes_limits_of_gates(path: Path) -> None:
+    sizes: dict[str, Any] = {"num_experts": 4, "hidden": 40, "expert_dim": 24, "mlp_dim": 56, "mlp_limit": 0.5}
+    checks = run_selftest(path.device, path.dtype, recurrence="attention", router=Router(2), **sizes)
+    assert [check for check in checks if not check.ok] == []
+    assert {check.name.split(",")[0] for check in checks} == families("attention", "moe", "activation")
+
+
+def test_selftest_takes_weights_in_fp8(path: Path) -> None:
+    checks = run_selftest(path.device, path.dtype, recurrence="attention", fp8_sizes=((200, 300), (128, 64)))
+    assert [check for check in checks if not check.ok] == []
+    assert {check.name.split(",")[0] for check in checks} == families("attention", "fp8")
+
+
+def unscaled_fp8(x: Tensor, weight: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Take the last block's outputs by the first one's scales."""
+    multiply_fp8(x, weight, scales[:1].expand_as(scales).contiguous(), out)
 
 
 def shifted(function: Callable[..., Any], wrong: float = 1.0) -> Callable[..., Any]:
@@ -130,20 +179,24 @@ def forgetful(*args: Any, **kw: Any) -> Any:
         (selftest, "gated_rms_norm", shifted(gated_rms_norm), "gated_delta", "norm"),
         (selftest, "gated_rms_norm", shifted(gated_rms_norm, torch.nan), "gated_delta", "norm"),
         (selftest, "gated_delta", forgetful, "gated_delta", "gated_delta"),
+        (mamba1_selftest, "mamba1", shifted(mamba1), "mamba1", "mamba1"),
         (selftest, "mamba2", shifted(mamba2), "mamba2", "mamba2"),
         (attention_selftest, "flex_decode", shifted(flex_decode), "attention", "attention"),
         (block_selftest, "rms_norm", shifted(rms_norm), "attention", "residual"),
         (block_selftest, "add_rms_norm", unscaled, "attention", "residual"),
         (block_selftest, "silu_and_mul", shifted(silu_and_mul), "attention", "activation"),
+        (fp8_selftest, "multiply_fp8", unscaled_fp8, "attention", "fp8"),
     ],
-    ids=["shifted", "nan", "forgetful", "mamba2", "attention", "norm", "sum", "activation"],
+    ids=["shifted", "nan", "forgetful", "mamba1", "mamba2", "attention", "norm", "sum", "activation", "fp8"],
 )
 def test_selftest_names_the_wrong_family(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, wrong: Any, recurrence: str, family: str
 ) -> None:
     monkeypatch.setattr(module, name, wrong)
     failed = {
-        check.name.split(",")[0] for check in run_selftest("cpu", recurrence=recurrence, mlp_dim=40) if not check.ok
+        check.name.split(",")[0]
+        for check in run_selftest("cpu", recurrence=recurrence, mlp_dim=40, fp8_sizes=[(200, 40)])
+        if not check.ok
     }
     assert failed == {family}
 
@@ -247,7 +300,7 @@ def shapes_of(recurrence: str, heads: DeltaHeads) -> Shapes:
 @pytest.mark.parametrize("recurrence", ["gated_delta", "mamba2"])
 def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch, recurrence: str) -> None:
     """With and without a waypoint. Which of the calls are computed in parts, a GPU decides."""
-    monkeypatch.setattr(selftest, "LONG", 130)
+    monkeypatch.setattr(parts_selftest, "LONG", 130)
     calls: list[tuple[int, int, bool]] = []
 
     def shifted(function: Any) -> Any:
@@ -259,10 +312,10 @@ def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch,
         return run
 
     for name, function in {"gated_delta": gated_delta, "mamba2": mamba2}.items():
-        monkeypatch.setattr(selftest, name, shifted(function))
+        monkeypatch.setattr(parts_selftest, name, shifted(function))
     heads = DeltaHeads(2, 4, 16, 32, 0.25, 1e-6)
     for wrong in (0.0, 1.0):
-        got, want = selftest.run_in_parts(torch.randn, shapes_of(recurrence, heads), "cpu")
+        got, want = parts_selftest.run_in_parts(torch.randn, shapes_of(recurrence, heads), "cpu")
         assert [tensor.shape for tensor in got] == [(130, 4, 32), (1, 4, 32, 16)] * 2
         assert bool(selftest.largest_error(got, want) < 2e-2) is not bool(wrong)
     assert calls == [(130, 0, False), (130, 0, True), (130, 1, False)] * 2
@@ -285,6 +338,6 @@ def test_a_waypoint_that_is_passed_is_found(monkeypatch: pytest.MonkeyPatch, nam
 def test_a_long_row_is_in_parts_unless_heads_are_many(recurrence: str) -> None:
     for num_heads, expected in ((4, True), (64, True), (300, False)):
         heads = DeltaHeads(1, num_heads, 128, 64, 0.25, 1e-6)
-        assert selftest.has_parts(shapes_of(recurrence, heads)) is expected
+        assert parts_selftest.has_parts(shapes_of(recurrence, heads)) is expected
     few = shapes_of("mamba2", DeltaHeads(1, 4, 128, 64, 0.25, 1e-6))
-    assert not selftest.has_parts(replace(few, dtype=torch.float32))
+    assert not parts_selftest.has_parts(replace(few, dtype=torch.float32))

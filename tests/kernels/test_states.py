@@ -11,16 +11,29 @@ import pytest
 import torch
 from rigs.kernels.batches import Layer, Recurrent, Row, make_batch, plan_rows
 from rigs.kernels.compiled import compile_launches
+from rigs.kernels.kda_batches import KdaLayer, make_kda_batch
 from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import Path
 from rigs.kernels.recurrence_checks import check_against_reference, check_written_elsewhere, place_lines, same_bits
+from rigs.kernels.scan_batches import ScanLayer, make_scan_batch
 from rigs.kernels.tolerance import assert_close
 from torch import Tensor
 
 from deltaline_kernels import Rows, causal_conv1d
 from deltaline_kernels.rows import StateLines
 
-MAKERS: dict[str, Any] = {"delta": (make_batch, Layer, "K", "V"), "mamba2": (make_mamba_batch, MambaLayer, "S", "P")}
+MAKERS: dict[str, Any] = {
+    "delta": (make_batch, Layer, "K", "V"),
+    "kda": (make_kda_batch, KdaLayer, "K", "V"),
+    "mamba1": (make_scan_batch, ScanLayer, "S", "D"),
+    "mamba2": (make_mamba_batch, MambaLayer, "S", "P"),
+}
+# What is compiled for short rows and for long ones.
+KERNELS = {
+    "delta": {"_verify", "walk_kernel"},
+    "kda": {"_recurrent", "_transform", "_advance"},
+    "mamba1": {"_scan"},
+}
 ROWS = [
     Row(1),
     Row(4, verify=True, replayed=2, half=1),
@@ -103,13 +116,14 @@ def test_kernels_compile_for_states_of_two_dtypes_that_lie_apart(kind: str, monk
     packed = make(kind, [Row(1), Row(70)], Path("cpu", torch.bfloat16), torch.float16, 64)
     given = ((field.name, getattr(packed, field.name)) for field in fields(packed))
     batch = packed.replaced(**{name: x.to("meta") for name, x in given if isinstance(x, Tensor)})
-    state = torch.empty(6, 2 * 64 * 64 + 1, dtype=torch.float16, device="meta")[:, :-1].unflatten(1, (2, 64, 64))
-    o = torch.empty(71, 2, 64, dtype=torch.bfloat16, device="meta")
+    size = packed.state.shape[1:]
+    state = torch.empty(6, size.numel() + 1, dtype=torch.float16, device="meta")[:, :-1].unflatten(1, size)
+    o = torch.empty(71, *size[:-1], dtype=torch.bfloat16, device="meta")
     rows = plan_rows([Row(1), Row(70)], 4, "cpu")
     rows = replace(rows, control=rows.control.to("meta"))
-    lines = StateLines(state, batch.drafts, written=torch.empty(6, 2, 64, 64, device="meta"))
+    lines = StateLines(state, batch.drafts, written=torch.empty(6, *size, device="meta"))
     compiled = compile_launches(monkeypatch, partial(batch.launch, lines, rows, o))
-    assert {"_verify", "walk_kernel"} <= {kernel.metadata.name for kernel in compiled}
+    assert KERNELS.get(kind, KERNELS["delta"]) <= {kernel.metadata.name for kernel in compiled}
 
 
 @KINDS

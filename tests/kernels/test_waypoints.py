@@ -14,8 +14,10 @@ import torch
 from rigs.kernels.batches import Layer, Row, make_batch
 from rigs.kernels.compiled import compile_launches, on_meta
 from rigs.kernels.graphs import check_replay, no_waits
+from rigs.kernels.kda_batches import KdaLayer, make_kda_batch
 from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import Path
+from rigs.kernels.scan_batches import ScanLayer, make_scan_batch
 from rigs.kernels.tolerance import assert_close
 from rigs.kernels.walks import ALIGNED, cut_rows, use_walk
 from rigs.kernels.waypoint_checks import (
@@ -32,9 +34,16 @@ from torch import Tensor
 
 from deltaline_kernels import causal_conv1d, causal_conv1d_reference
 
-MAKERS: dict[str, Any] = {"delta": (make_batch, Layer), "mamba2": (make_mamba_batch, MambaLayer)}
+MAKERS: dict[str, Any] = {
+    "delta": (make_batch, Layer),
+    "kda": (make_kda_batch, KdaLayer),
+    "mamba1": (make_scan_batch, ScanLayer),
+    "mamba2": (make_mamba_batch, MambaLayer),
+}
 FAMILIES = {"delta": "gated_delta", "mamba2": "mamba2"}
-KINDS = pytest.mark.parametrize("kind", MAKERS)
+# All recurrences, and those that walk through long rows in two ways.
+ALL = pytest.mark.parametrize("kind", MAKERS)
+WALKED = pytest.mark.parametrize("kind", FAMILIES)
 STATES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
@@ -53,20 +62,20 @@ def find_chunk(kind: str) -> Any:
     return importlib.import_module(f"deltaline_kernels.{FAMILIES[kind]}.chunk")
 
 
-@KINDS
+@ALL
 @STATES
 def test_a_waypoint_is_what_the_tokens_before_it_leave(path: Path, kind: str, dtype: torch.dtype) -> None:
     build, _ = MAKERS[kind]
     check_waypoints(partial(build, ROWS, path, state_dtype=dtype), path, partial(leave_states, path))
 
 
-@KINDS
+@ALL
 def test_waypoints_match_the_reference(path: Path, kind: str) -> None:
     build, _ = MAKERS[kind]
     check_waypoints_against_reference(build(ROWS, path), path)
 
 
-@KINDS
+@ALL
 def test_a_row_goes_on_from_its_waypoint(path: Path, kind: str) -> None:
     build, _ = MAKERS[kind]
     check_going_on(partial(build, path=path), path, partial(leave_states, path))
@@ -91,10 +100,10 @@ def test_a_waypoint_has_the_last_inputs_of_a_convolution(path: Path, width: int)
 def test_a_table_that_is_too_short_is_refused(path: Path) -> None:
     rows = [Row(70), Row(130)]
     few = torch.full((4,), -1, dtype=torch.int32, device=path.device)
-    delta, mamba = make_batch(rows, path), make_mamba_batch(rows, path)
+    delta, scan, mamba = make_batch(rows, path), make_scan_batch(rows, path), make_mamba_batch(rows, path)
     plan = replace(delta.rows, waypoints=few)
     message = "^waypoints: expected at least 5 entries, a chunk's each of 200 tokens, got 4"
-    for batch in (delta.replaced(rows=plan), mamba.replaced(rows=plan)):
+    for batch in (delta.replaced(rows=plan), scan.replaced(rows=plan), mamba.replaced(rows=plan)):
         with pytest.raises(ValueError, match=message):
             batch.run_public()
     with pytest.raises(ValueError, match=message):
@@ -115,7 +124,7 @@ def test_outputs_of_a_convolution_may_be_split(path: Path) -> None:
 @pytest.mark.parametrize("length", [0, 64, 128], ids=["whole", "parts-of-64", "parts-of-128"])
 @STATES
 @pytest.mark.parametrize("size", [64, 128])
-@KINDS
+@WALKED
 def test_a_waypoint_of_a_walk_is_what_the_tokens_before_it_leave(
     half_path: Path, kind: str, size: int, dtype: torch.dtype, length: int, walk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +141,7 @@ def test_a_waypoint_of_a_walk_is_what_the_tokens_before_it_leave(
     assert bool(ran) == (walk == "hopper")
 
 
-@KINDS
+@WALKED
 def test_waypoints_of_large_heads_and_of_apart_tokens(half_path: Path, kind: str) -> None:
     """Where no walk for Hopper is: keys of 256, and tokens that begin anywhere."""
     for size, padding in ((256, ALIGNED), (64, 3)):
@@ -142,7 +151,7 @@ def test_waypoints_of_large_heads_and_of_apart_tokens(half_path: Path, kind: str
 
 
 @pytest.mark.parametrize("walk", ["hopper", "triton"])
-@KINDS
+@WALKED
 def test_a_row_of_tiles_goes_on_from_its_waypoint(
     half_path: Path, kind: str, walk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +165,7 @@ def test_a_row_of_tiles_goes_on_from_its_waypoint(
     check_going_on(make, half_path, partial(leave_states, half_path))
 
 
-@KINDS
+@WALKED
 def test_a_long_row_leaves_waypoints_in_its_own_parts(half_path: Path, kind: str) -> None:
     """Thousands of tokens, cut as the kernel cuts them, against the reference token by token."""
     rows = [Row(4500, replayed=2)]
@@ -166,7 +175,7 @@ def test_a_long_row_leaves_waypoints_in_its_own_parts(half_path: Path, kind: str
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@KINDS
+@WALKED
 def test_a_graph_follows_the_table(kind: str) -> None:
     """Captured with waypoints at some places, replayed with others, and with none; the host waits for nothing."""
     path = Path("cuda", torch.bfloat16)
@@ -190,7 +199,7 @@ def test_a_graph_follows_the_table(kind: str) -> None:
 
 
 @pytest.mark.gpu
-@KINDS
+@WALKED
 def test_waypoints_compile_nothing_while_serving(kind: str) -> None:
     """Whatever their number, and wherever their table begins."""
     from deltaline_kernels.conv1d.prefill import prefill_kernel
@@ -215,7 +224,7 @@ def test_waypoints_compile_nothing_while_serving(kind: str) -> None:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
-@KINDS
+@WALKED
 def test_a_walk_takes_no_more_shared_memory_for_waypoints(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled for a Hopper GPU; where there are no waypoints they are no argument."""
     monkeypatch.setattr(find_chunk(kind), "can_walk", lambda *_: False)
@@ -228,7 +237,7 @@ def test_a_walk_takes_no_more_shared_memory_for_waypoints(kind: str, monkeypatch
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
-@KINDS
+@WALKED
 def test_a_walk_for_hopper_compiles_with_waypoints(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find_chunk(kind)
     batch, _ = place(make_walked(kind, 64, Path("cpu", torch.bfloat16), torch.float32)(), ROWS, PLACES, "cpu")

@@ -22,7 +22,12 @@ DECODE = pb.ROW_KIND_DECODE
 
 
 class HeldEngine:
-    """Stands before a server's engine and keeps its batches until they are released."""
+    """Stands before a server's engine and keeps its batches until they are released.
+
+    loop: the server's, once it holds one; a test that runs elsewhere releases there.
+    """
+
+    loop: asyncio.AbstractEventLoop
 
     def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         self._submit = server.runtime.engine.submit
@@ -35,6 +40,7 @@ class HeldEngine:
         if self._is_open:
             self._submit(batch, on_done)
         else:
+            self.loop = asyncio.get_running_loop()
             self._held.append((batch, on_done))
             self._came.set()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from deltaline_kernels import Rows
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
+from deltaline_server.layers.streams import StreamEnds
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import Model, ModelOptions, load_model
 from deltaline_server.snapshots.tiers import layer_numbers
@@ -22,8 +23,12 @@ TOLERANCE = 1e-4
 MIXERS = ("mixer", "mamba", "linear_attn", "conv", "self_attn")
 SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
 MAX_DRAFT, PAGE_SIZE = 4, 16
-MAMBA = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid", "falcon_h1", "zamba2")
-WITHOUT_POSITIONS = ("mamba2", "nemotron_h")
+# Whose mixers alone make a layer.
+BARE_MAMBA = ("mamba", "falcon_mamba", "mamba2")
+MAMBA = (*BARE_MAMBA, "jamba", "nemotron_h", "bamba", "granitemoehybrid", "falcon_h1", "zamba2")
+WITHOUT_POSITIONS = (*BARE_MAMBA, "jamba", "nemotron_h", "kimi_linear", "glm5_next_text")
+# Whose attention makes its own masks, of which tokens there are.
+SPARSE = ("glm5_next_text",)
 
 
 @dataclass
@@ -53,7 +58,7 @@ class Oracle:
         x, base, config = hidden[None], self.model.base_model, self.model.config
         at = torch.arange(position, position + len(hidden))[None]
         if config.model_type in MAMBA:
-            takes_cache = "cache_params" if config.model_type == "mamba2" else "past_key_values"
+            takes_cache = "cache_params" if config.model_type in BARE_MAMBA else "past_key_values"
             arguments = {"cache_params" if hasattr(config, "hc_mult") else takes_cache: cache}
         else:
             arguments = {"past_key_values": cache}
@@ -62,19 +67,24 @@ class Oracle:
             at = at.expand(3, 1, -1) if config.model_type.startswith("qwen3_5") else at
             arguments["position_embeddings"] = None if rotary is None else rotary(x.flatten(2), at)
         mask = torch.full((len(hidden), position + len(hidden)), float("-inf")).triu(position + 1)[None, None]
+        if config.model_type in SPARSE:
+            mask = torch.ones(1, len(hidden), dtype=torch.bool)
         for i in layers:
             layer = base.layers[i]
             if config.model_type == "zamba2" and scope is Scope.BLOCK:
                 x = layer(x, hidden[None], i, causal_mask=mask, **arguments)
                 continue
             mixer = next(getattr(layer, name) for name in MIXERS if getattr(layer, name, None) is not None)
-            kind = getattr(layer, "block_type", None)  # of nemotron_h, whose mixers all have one name
+            kind = getattr(layer, "block_type", None)  # of families whose mixers all have one name
             is_attention = getattr(layer, "self_attn", None) is not None or kind == "full_attention"
+            is_attention = is_attention and kind != "linear_attention"
             if scope is Scope.BLOCK:
                 has_mask = is_attention or config.model_type not in MAMBA
                 masks = {"attention_mask": mask if is_attention else None} if has_mask else {}
                 made = layer(x, **arguments, **masks)
                 x = made[0] if isinstance(made, tuple) else made
+                if config.model_type in SPARSE:
+                    arguments["prev_topk_indices"] = made[1]
             elif config.model_type == "falcon_h1":
                 made = layer.mamba(x, cache_params=cache) * layer.ssm_out_multiplier
                 attended = x * layer.attention_in_multiplier
@@ -89,6 +99,19 @@ class Oracle:
             else:
                 x = mixer(x, cache_params=cache)
         return x[0]
+
+
+class WithEnds(Oracle):
+    """A model with residual streams of its own, from embeddings to what its final norm is given, with as many tokens as
+    its attention takes all of."""
+
+    def options(self, device: str = "cpu", **changes: Any) -> ModelOptions:
+        told = {"max_context": self.model.config.index_topk, "stream_ends": StreamEnds.BOTH}
+        return super().options(device, **(told | changes))
+
+    def run(self, layers: range, hidden: Tensor, *rest: Any, **options: Any) -> Tensor:
+        streams = hidden[:, None].expand(-1, self.model.config.hc_mult, -1)
+        return super().run(layers, streams, *rest, **options).mean(dim=1)
 
 
 @dataclass
@@ -191,7 +214,9 @@ def assert_same_state(served: Served, line: int, cache: Any, layers: range) -> N
             assert_close(state.conv[line, : len(history)].cpu(), history)
             if state.recurrent.numel():
                 recurrent = cache.layers[i].recurrent_states[0][0]
-                assert_close(state.recurrent[line].cpu(), recurrent if is_mamba else recurrent.transpose(1, 2))
+                kept = state.recurrent[line].cpu()
+                # Of Mamba-1 their channels have no heads.
+                assert_close(kept, recurrent.view_as(kept) if is_mamba else recurrent.transpose(1, 2))
 
 
 def assert_same_life(oracle: Oracle, device: str, layers: range) -> None:

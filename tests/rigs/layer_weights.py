@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deltaline_server.layers.block import Block, Mlp
-from deltaline_server.layers.gated_delta_net import GatedDeltaNet
+from deltaline_server.layers.block import Block
+from deltaline_server.layers.mixers.gated_delta_net import GatedDeltaNet
+from deltaline_server.layers.mlp import Mlp
 from deltaline_server.layers.projection import Projection
 from deltaline_server.models.weights import LayerLoader
 
@@ -29,8 +30,10 @@ class BlockWeights(NamedTuple):
 
 
 def dense(projection: Projection) -> Tensor:
-    """The weight of a projection, however it is kept."""
-    return projection.weight.to_dense() if projection.weight.is_mkldnn else projection.weight
+    """The weight of a projection that is in one piece, however it is kept."""
+    [weight] = projection.weights
+    assert isinstance(weight, Tensor)
+    return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def mixer_weights(loader: LayerLoader, layer: int) -> MixerWeights:

@@ -127,7 +127,10 @@ def _drafts(section: Section, records: Array, shape: RecurrentShape) -> Array:
         return _by_head(records, section, 0)
     if section.part is Part.DRAFT_UPDATES:
         return _by_head(records, section, shape.key_channels)
-    return records[: section.shape[1], shape.key_channels + shape.value_channels :].T
+    first = shape.key_channels + shape.value_channels
+    if len(section.shape) == 3:  # a gate of each key channel
+        return _by_head(records, section, first)
+    return records[: section.shape[1], first:].T
 
 
 def _by_head(rows: Array, section: Section, first: int) -> Array:

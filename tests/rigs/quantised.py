@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltaline_server.models.config import ModelConfig, Scope
@@ -80,11 +80,30 @@ def write_checkpoints(
     )
 
 
+def quantise_written(directory: Path, plain: Path) -> None:
+    """Quantise the matrices of a checkpoint's layers whose sizes blocks divide, in place; what they stand for, and all
+    else, is written to `plain`."""
+    file, path = directory / "model.safetensors", directory / "config.json"
+    stored, meant = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in load_file(file).items():
+        stored[name] = meant[name] = tensor
+        if ".layers." in name and tensor.ndim == 2 and not any(size % 128 for size in tensor.shape):
+            made = quantise(tensor, BLOCK)
+            stored |= {name: made.stored, f"{name}_scale_inv": made.scales}
+            meant[name] = made.meant
+    config = json.loads(path.read_text())
+    write_model(plain, config, meant)
+    save_file(stored, file, metadata={"format": "pt"})
+    told = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+    path.write_text(json.dumps(config | {"quantization_config": told}))
+
+
 def write_model(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
     """Write a model's directory."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

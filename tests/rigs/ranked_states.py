@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from rigs.ranked_engine import PAGE_SIZE, SPANS, WAIT_S, RankedEngine, load, open_engine
 
 from deltaline_server.engine.rank_executor import LeadingExecutor, follow
+from deltaline_server.layers.shapes import PagedShape
 from deltaline_server.ranks.ways import Ranks, Ways
 from deltaline_server.snapshots.device.shared_transfer import SharedTransfer
 from deltaline_server.snapshots.device.transfer import StatePlace, StateTransfer
@@ -48,7 +49,8 @@ def check_pages_alone(
         partial(transfer.scatter, spans, place, alone),
     ):
         do(work)
-    assert len(sections) == 2 * len(layout.pages.layers)
+    shapes = [layer.shape for layer in layout.pages.layers]
+    assert len(sections) == sum(shape.page_parts for shape in shapes if isinstance(shape, PagedShape))
     for section in sections:
         [of_whole] = [one for one in whole if (one.part, one.number) == (section.part, section.number)]
         np.testing.assert_array_equal(section.view(alone), of_whole.view(memory)[:, :PAGE_SIZE])

@@ -19,6 +19,14 @@ GATED_DELTA_NET: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
 }
+MAMBA1: dict[str, Any] = {
+    "model_type": "mamba",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "time_step_rank": 6,
+}
 MAMBA2: dict[str, Any] = {
     "model_type": "mamba2",
     "hidden_size": HIDDEN,
@@ -117,6 +125,20 @@ FALCON: dict[str, Any] = {
     "key_multiplier": 0.5,
     "mlp_multipliers": [0.75, 0.5],
 }
+# Mamba-1 with norms of its own, attention without positions, an MLP and experts.
+JAMBA: dict[str, Any] = {
+    "model_type": "jamba",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1000,
+    "mamba_dt_rank": 6,
+    "num_experts": 6,
+}
 # Layers whose only state is that of a convolution.
 LFM2: dict[str, Any] = {
     "model_type": "lfm2",
@@ -138,6 +160,39 @@ LFM2_MOE = LFM2 | {
     "num_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
+}
+# Latents in place of keys and values; an MLP, and experts one of which is shared.
+KIMI: dict[str, Any] = {
+    "model_type": "kimi_linear",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "num_attention_heads": 8,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "model_max_length": 1000,
+    "num_experts": 6,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 32,
+}
+# The same around streams of its own, which their mean joins; attention is sparse beyond index_topk tokens.
+GLM5_NEXT = {key: value for key, value in KIMI.items() if key not in ("num_experts", "num_experts_per_token")} | {
+    "model_type": "glm5_next_text",
+    "layer_types": ["linear_attention", "deepseek_sparse_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 0,
+    "max_position_embeddings": 1000,
+    "index_topk": 1000,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "hc_mult": 2,
+    "swiglu_limit": 0.5,
 }
 # Layers that share a block, which takes the embeddings too.
 ZAMBA: dict[str, Any] = {

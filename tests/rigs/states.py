@@ -9,14 +9,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape, ShortConvShape
+from deltaline_server.layers.latent_shape import LatentShape
+from deltaline_server.layers.shapes import (
+    AttentionShape,
+    GatedDeltaNetShape,
+    KdaShape,
+    Mamba1Shape,
+    Mamba2Shape,
+    ShortConvShape,
+)
 from deltaline_server.snapshots.header import StateHeader
 from deltaline_server.snapshots.layout import Bytes, SpanProgress, StateLayer, StateLayout, state_bytes
 
 GATED_DELTA = GatedDeltaNetShape(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6, conv_width=4)
+KDA = KdaShape(num_key_heads=4, num_value_heads=4, key_dim=8, value_dim=6, conv_width=4)
+_SCAN: dict[str, Any] = {"step_rank": 3, "norm_eps": 0.0, "has_norm_weights": False}
+SCAN = Mamba1Shape.of(32, 5, 4, has_conv_bias=True, has_bias=False, **_SCAN)
 MAMBA = Mamba2Shape(2, 4, 8, 6, 3, 2, (0.0, math.inf), has_conv_bias=True, has_bias=False)
 SHORT_CONV = ShortConvShape.of(32, 3, has_bias=True)
 ATTENTION = AttentionShape(6, 2, 16, 4, 1e4, max_positions=500)
+LATENTS = LatentShape(6, 20, 4, 16, 12, query_rank=0, max_positions=500)
 MAX_DRAFT = 4
 LAYOUT = StateLayout(
     (StateLayer(0, 0, GATED_DELTA), StateLayer(1, 0, ATTENTION), StateLayer(3, 1, MAMBA), StateLayer(4, 1, ATTENTION)),

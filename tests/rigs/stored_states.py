@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rigs.small_models import GATED_DELTA_NET, HYBRID, LFM2, MAMBA2
+from rigs.small_models import GATED_DELTA_NET, HYBRID, KIMI, LFM2, MAMBA2
 from rigs.state_rig import MAX_DRAFT, PAGE_SIZE, Array, StateRig
 
 from deltaline_server.principal import ANONYMOUS
@@ -20,6 +20,7 @@ MODELS: dict[str, tuple[dict[str, Any], list[range] | None]] = {
     "gated_delta_net": (GATED_DELTA_NET, None),
     "mamba2": (MAMBA2, None),
     "short convolutions": (LFM2, None),
+    "latents": (KIMI, None),
     "hybrid": (HYBRID, None),
     "hybrid, two spans": (HYBRID, [range(0, 1), range(1, 2)]),
     "streams": (HYBRID | {"hc_mult": 2}, None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -258,6 +259,33 @@ async def test_stopped_server_leaves_nothing_behind(make_server: Callable[..., S
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=1)
     assert [task for task in asyncio.all_tasks() if task.get_name() in ("leases", "watch")] == []
+
+
+async def test_what_is_loaded_is_frozen_before_anyone_is_served(
+    model_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command's: its process is the server's alone."""
+    told: list[bool] = []
+
+    async def wait(server: Server) -> int:
+        return 0
+
+    class Watched(Server):
+        async def start(self) -> None:
+            await super().start()
+            told.append(gc.get_freeze_count() > 0)
+
+    monkeypatch.setattr(app, "Server", Watched)
+    monkeypatch.setattr(Watched, "wait", wait)
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        config = Config(random_init=model_file, device="cpu", port=0, metrics_port=-1, max_sequences=8)
+        assert await __main__.serve(config) == 0
+    finally:
+        gc.unfreeze()
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), handlers, strict=True):
+            signal.signal(number, handler)
+    assert told == [True]
 
 
 async def test_unix_socket_serves_as_well(make_server: Callable[..., Server], tmp_path: Path) -> None:

@@ -50,6 +50,16 @@ EXPERTS_35B: dict[str, Any] = {
     "max_position_embeddings": 262_144,
 }
 
+# As their publishers quantise them.
+FP8: dict[str, Any] = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["in_proj_a", "in_proj_b", "mlp.gate", "mlp.shared_expert_gate"],
+    }
+}
+
 
 @dataclass(frozen=True)
 class Bars:
@@ -81,6 +91,9 @@ NAMED: Mapping[str, tuple[dict[str, Any], Bars]] = {
         ),
     ),
     "35b-a3b": (EXPERTS_35B, Bars(bytes_share={1: 0.45, 16: 0.60, 64: 0.70})),
+    # Without bars, as they have not been measured yet.
+    "27b-fp8": (DENSE_27B | FP8, Bars()),
+    "35b-a3b-fp8": (EXPERTS_35B | FP8, Bars()),
 }
 
 

@@ -6,13 +6,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, MixerShape, RecurrentShape
+from deltaline_kernels import FP8_BLOCK
+from deltaline_server.layers.expert_shape import ExpertsShape
+from deltaline_server.layers.kv_cache import kept_values
+from deltaline_server.layers.shapes import MixerShape, PagedShape, RecurrentShape
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.parts import LayerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
 from deltaline_server.models.weights import expected_tensors, served_modules
 
 STATE_ITEMSIZE = 4
+# Of a value in FP8, its part of its block's scale included.
+FP8_ITEMSIZE = 1 + 4 / FP8_BLOCK**2
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,8 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class Work:
-    """What the layers of a model must do. itemsize: bytes of a weight and of a hidden state's value."""
+    """What the layers of a model must do. itemsize: bytes of a weight that is not in FP8 and of a hidden state's
+    value."""
 
     config: ModelConfig
     itemsize: int
@@ -60,7 +66,8 @@ class Work:
                 values = math.prod(shape)
                 if config.experts is not None and name in config.family.blocks.experts.stacks:
                     values = round(values * touched_share(config.experts, tokens))
-                total += values * self.itemsize
+                is_fp8 = config.quantization is not None and config.quantization.covers(name, shape)
+                total += round(values * FP8_ITEMSIZE) if is_fp8 else values * self.itemsize
         return total
 
     def state_bytes(self) -> int:
@@ -74,9 +81,7 @@ class Work:
 
     def token_kv_bytes(self) -> int:
         """Bytes of the keys and values of one token."""
-        return sum(
-            2 * shape.key_channels * self.itemsize for shape in self._shapes if isinstance(shape, AttentionShape)
-        )
+        return sum(kept_values(shape) * self.itemsize for shape in self._shapes if isinstance(shape, PagedShape))
 
     @property
     def _shapes(self) -> list[MixerShape]:

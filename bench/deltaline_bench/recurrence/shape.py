@@ -54,8 +54,23 @@ class Shape(LinesShape):
 
     @property
     def record(self) -> int:
-        """Numbers kept per draft: the key, what is written (u) and the decay."""
-        return self.keys + self.values + self.num_value_heads
+        """Numbers kept per draft: the key, what is written (u) and the decays."""
+        return self.keys + self.values + self.num_decays
+
+    @property
+    def num_decays(self) -> int:
+        """Decays of a token."""
+        return self.num_value_heads
+
+    @property
+    def num_gates(self) -> int:
+        """Raw gates of a token."""
+        return self.NUM_GATES * self.num_value_heads
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the heads."""
+        return self.NUM_WEIGHTS * self.num_value_heads
 
     @abstractmethod
     def heads(self) -> str:
@@ -87,9 +102,9 @@ class Shape(LinesShape):
         Args:
             num_replayed: accepted drafts of all rows.
         """
-        per_token = self.channels + self.values + self.NUM_GATES * self.num_value_heads
+        per_token = self.channels + self.values + self.num_gates
         states = (self.num_continuing + self.num_rows) * self.values * self.key_dim
         states += len(self.places) * self.values * self.key_dim
         kept = self.num_tokens if self.mode is Mode.VERIFY else 0
-        floats = (num_replayed + kept) * self.record + self.NUM_WEIGHTS * self.num_value_heads
+        floats = (num_replayed + kept) * self.record + self.num_weights
         return self.num_tokens * per_token * self.dtype.itemsize + states * self.state.itemsize + floats * FLOAT_BYTES

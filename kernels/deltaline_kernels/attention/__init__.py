@@ -16,7 +16,7 @@ from deltaline_kernels.attention.modifiers.packed import Modifiers
 from deltaline_kernels.attention.modifiers.shipped import find_modifier, known_modifiers
 from deltaline_kernels.attention.plan import AttentionHeads
 from deltaline_kernels.attention.reference import flex_decode_reference
-from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, check_tensor
+from deltaline_kernels.checks import ACTIVATIONS, MAX_BEHIND_LATENT, MAX_HEAD_DIM, MAX_LATENT_DIM, check_tensor
 from deltaline_kernels.operators import operator
 from deltaline_kernels.rows import Rows, check_rows
 
@@ -38,8 +38,12 @@ __all__ = [
 MIN_PAGE, MAX_PAGE = 16, 4096
 
 
-def _fake(q: Tensor, v_pages: Tensor, return_lse: bool, **_: Any) -> Tensor | tuple[Tensor, Tensor]:
-    o = q.new_empty(*q.shape[:2], v_pages.shape[3])
+def _fake(
+    q: Tensor, v_pages: Tensor | None, value_dim: int | None, return_lse: bool, **_: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    size = value_dim if v_pages is None else v_pages.shape[3]
+    assert size is not None
+    o = q.new_empty(*q.shape[:2], size)
     return (o, q.new_empty(q.shape[:2], dtype=torch.float32)) if return_lse else o
 
 
@@ -48,7 +52,7 @@ def _fake(q: Tensor, v_pages: Tensor, return_lse: bool, **_: Any) -> Tensor | tu
 def flex_decode(
     q: Tensor,
     k_pages: Tensor,
-    v_pages: Tensor,
+    v_pages: Tensor | None,
     page_table: Tensor,
     rows: Rows,
     *,
@@ -58,6 +62,7 @@ def flex_decode(
     gate: Tensor | None = None,
     return_lse: bool = False,
     blocks: BlockLists | None = None,
+    value_dim: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Let every row's tokens attend to its keys, those of its own tokens among them.
 
@@ -68,7 +73,8 @@ def flex_decode(
         q: `[T, HQ, D]` fp32, bf16 or fp16; any stride of tokens and of heads.
         k_pages: `[pages, page_size, HKV, D]` in q.dtype, page_size 16, 32, 64 .. 4096; head h of q uses head
             h // (HQ / HKV).
-        v_pages: `[pages, page_size, HKV, DV]` likewise.
+        v_pages: `[pages, page_size, HKV, DV]` likewise; or None, of latents: the values are the first value_dim = DV
+            channels of the keys, D up to 512 and 128 more.
         page_table: `[L, max_pages]` int32, a row stride is fine: the page of key j of line l is
             page_table[l, j // page_size].
             A page is in one line only.
@@ -79,6 +85,7 @@ def flex_decode(
         gate: `[T, HQ, DV]` in q.dtype, any stride of tokens and of heads: the outputs are multiplied with its sigmoid.
         blocks: lists of the blocks of keys that are looked at, by line, head and block of the row's own tokens; in
             whole ones the mask is not asked. None: all keys that the mask may leave.
+        value_dim: DV where v_pages is None; None where it is not.
         return_lse: return the natural logarithm of each softmax's sum, the sink's part included.
 
     Returns:
@@ -88,7 +95,7 @@ def flex_decode(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    heads = _check(q, k_pages, v_pages, page_table, rows, scale, sinks, gate)
+    heads = _check(q, k_pages, v_pages, page_table, rows, scale, sinks, gate, value_dim)
     if blocks is not None:
         blocks.check(heads.num_queries, page_table.shape[0], q.device)
     modifiers = Modifiers(device=q.device) if modifiers is None else modifiers
@@ -112,12 +119,13 @@ def flex_decode(
 def _check(
     q: Tensor,
     k_pages: Tensor,
-    v_pages: Tensor,
+    v_pages: Tensor | None,
     page_table: Tensor,
     rows: Rows,
     scale: float | None,
     sinks: Tensor | None,
     gate: Tensor | None,
+    value_dim: int | None,
 ) -> AttentionHeads:
     for name, value, kind in (("q", q, Tensor), ("k_pages", k_pages, Tensor)):
         if not isinstance(value, kind):
@@ -128,16 +136,12 @@ def _check(
         raise ValueError(f"q: expected [T, HQ, D] with D contiguous, got {list(q.shape)}, strides {q.stride()}")
     device, (num_tokens, num_queries, key_dim) = q.device, q.shape
     check_tensor("k_pages", k_pages, (None, None, None, key_dim), (q.dtype,), device)
-    pages, page_size, num_keys, _ = k_pages.shape
+    _, page_size, num_keys, _ = k_pages.shape
     if num_keys < 1 or num_queries < 1 or num_queries % num_keys:
         raise ValueError(f"q: expected a multiple of the {num_keys} heads of k_pages, got {num_queries}")
     if not MIN_PAGE <= page_size <= MAX_PAGE or page_size & (page_size - 1):
         raise ValueError(f"k_pages: expected pages of 16, 32, 64 .. {MAX_PAGE} keys, got {page_size}")
-    check_tensor("v_pages", v_pages, (pages, page_size, num_keys, None), (q.dtype,), device)
-    value_dim = v_pages.shape[3]
-    for name, size in (("k_pages", key_dim), ("v_pages", value_dim)):
-        if not 1 <= size <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: expected a head size of 1..{MAX_HEAD_DIM}, got {size}")
+    is_latent, value_dim = v_pages is None, _check_values(k_pages, v_pages, value_dim)
     check_tensor("page_table", page_table, (None, None), (torch.int32,), device, row_stride=True)
     if page_table.shape[0] < 1 or page_table.shape[1] < 1:
         raise ValueError(f"page_table: expected at least one line and page, got {list(page_table.shape)}")
@@ -154,4 +158,26 @@ def _check(
                 f"{list(gate.shape)}, strides {gate.stride()}"
             )
     check_rows(rows, device)
-    return AttentionHeads(num_queries, num_keys, key_dim, value_dim, float(key_dim**-0.5 if scale is None else scale))
+    scale = float(key_dim**-0.5 if scale is None else scale)
+    return AttentionHeads(num_queries, num_keys, key_dim, value_dim, scale, is_latent)
+
+
+def _check_values(k_pages: Tensor, v_pages: Tensor | None, value_dim: int | None) -> int:
+    """Check values, and the sizes of keys and values, which are returned."""
+    pages, page_size, num_keys, key_dim = k_pages.shape
+    if v_pages is not None:
+        check_tensor("v_pages", v_pages, (pages, page_size, num_keys, None), (k_pages.dtype,), k_pages.device)
+        if value_dim is not None:
+            raise ValueError(f"value_dim: expected None beside v_pages, got {value_dim}")
+        for name, size in (("k_pages", key_dim), ("v_pages", v_pages.shape[3])):
+            if not 1 <= size <= MAX_HEAD_DIM:
+                raise ValueError(f"{name}: expected a head size of 1..{MAX_HEAD_DIM}, got {size}")
+        return v_pages.shape[3]
+    if not isinstance(value_dim, int) or isinstance(value_dim, bool):
+        raise TypeError(f"value_dim: expected an integer where v_pages is None, got {type(value_dim).__name__}")
+    most = min(key_dim, MAX_LATENT_DIM)
+    if not 1 <= value_dim <= most:
+        raise ValueError(f"value_dim: expected 1..{most} of the {key_dim} channels of k_pages, got {value_dim}")
+    if key_dim - value_dim > MAX_BEHIND_LATENT:
+        raise ValueError(f"k_pages: expected at most {value_dim} + {MAX_BEHIND_LATENT} channels, got {key_dim}")
+    return value_dim

@@ -42,7 +42,11 @@ def flex_decode_cpu(
         first_page, behind = low // page_size, -(-high // page_size)
         pages = page_table[line, first_page:behind].long()
         inside = slice(low - first_page * page_size, high - first_page * page_size)
-        k, v = (pool[pages].flatten(0, 1)[inside].float().transpose(0, 1) for pool in (keys.k, keys.v))
+        k = keys.k[pages].flatten(0, 1)[inside].float().transpose(0, 1)
+        if keys.v is None:
+            v = k[..., : queries.heads.value_dim]
+        else:
+            v = keys.v[pages].flatten(0, 1)[inside].float().transpose(0, 1)
         kv = torch.arange(low, high)
         step = max(1, MOST_SCORES // (q.shape[1] * max(1, high - low)))
         for first in range(0, n, step):

@@ -337,6 +337,7 @@ def can_attend(queries: Queries, keys: Keys) -> bool:
         and heads.value_dim == heads.key_dim
         and heads.group <= block_m
         and heads.scale > 0
+        and keys.v is not None
         and keys.page_table is not None
         and keys.page_size >= block_n
         and queries.blocks is None
@@ -351,7 +352,7 @@ def can_attend(queries: Queries, keys: Keys) -> bool:
 def launch_attend(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | None) -> None:
     """Write the rows' outputs to o `[T, HQ, D]`, and to lse `[T, HQ]`."""
     q, heads, sinks, gate = queries.q, queries.heads, queries.sinks, queries.gate
-    assert keys.page_table is not None
+    assert keys.page_table is not None and keys.v is not None
     block_m, block_n, stages, num_warps = HOPPER[heads.key_dim]
     tokens = block_m // heads.group
     max_length = min(rows.max_length, q.shape[0])

@@ -34,15 +34,16 @@ class Keys:
     """Where keys and values are.
 
     Args:
-        k, v: `[pages, page_size, HKV, D]` and `[.., DV]`; or, without a page table, of each line a tensor of
-            `page_size` keys, `[L, page_size, HKV, D]`, or `[L, HKV, page_size, D]` with heads_first.
+        k, v: `[pages, page_size, HKV, D]` and `[.., DV]`, v None where values are the first channels of keys; or,
+            without a page table, of each line a tensor of `page_size` keys, `[L, page_size, HKV, D]`, or
+            `[L, HKV, page_size, D]` with heads_first.
         page_table: `[L, max_pages]` int32, or None (not on the CPU).
         capacity: most keys of a row.
         shared: all lines have the keys of line 0 (without a page table).
     """
 
     k: Tensor
-    v: Tensor
+    v: Tensor | None
     page_table: Tensor | None
     page_size: int
     capacity: int

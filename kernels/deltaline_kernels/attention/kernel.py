@@ -73,8 +73,11 @@ def attend_kernel(
     PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    # Values are the first DV channels of keys, which are loaded once; behind them keys have D - DV more.
+    LATENT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BLOCK_BEHIND: tl.constexpr,
     SPLIT: tl.constexpr,
     # Rows looked at at once, and whether there may be more.
     ROWS: tl.constexpr,
@@ -91,6 +94,7 @@ def attend_kernel(
     COLUMNS: tl.constexpr = TOKENS * GROUP
     ITEM: tl.constexpr = COLUMNS * DV + (2 * COLUMNS + 3) // 4 * 4
     MODIFIED: tl.constexpr = num_scores(SPEC) > 0
+    FIRST: tl.constexpr = DV if LATENT else D
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
@@ -206,7 +210,11 @@ def attend_kernel(
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_DV, BLOCK_M), tl.float32)
         p_q = q + (begin + i_t).to(tl.int64) * q_stride + h * Q_HEAD
-        b_q = tl.load(p_q[None, :] + o_d[:, None], mask=in_m[None, :] & (o_d < D)[:, None], other=0.0)
+        b_q = tl.load(p_q[None, :] + o_d[:, None], mask=in_m[None, :] & (o_d < FIRST)[:, None], other=0.0)
+        if BLOCK_BEHIND > 0:
+            o_behind = DV + tl.arange(0, BLOCK_BEHIND)
+            in_q = in_m[None, :] & (o_behind < D)[:, None]
+            b_q_behind = tl.load(p_q[None, :] + o_behind[:, None], mask=in_q, other=0.0)
         score_values = load_scores(parameters, line, h_m, SPEC)
         mask_values = load_masks(parameters, line, h_m, SPEC)
         p_item = partials + item.to(tl.int64) * ITEM
@@ -228,10 +236,18 @@ def attend_kernel(
             kv = start + o_n
             in_n = kv < num_keys
             at_k = key_offsets(own, start, o_n, i_kv, table_stride, HKV, D, PAGE, DENSE, HEADS_FIRST, BLOCK_N)
-            at_v = key_offsets(own, start, o_n, i_kv, table_stride, HKV, DV, PAGE, DENSE, HEADS_FIRST, BLOCK_N)
-            b_k = tl.load(k + at_k[:, None] + o_d[None, :], mask=in_n[:, None] & (o_d < D)[None, :], other=0.0)
-            b_v = tl.load(v + at_v[:, None] + o_v[None, :], mask=in_n[:, None] & (o_v < DV)[None, :], other=0.0)
+            if not LATENT:
+                at_v = key_offsets(own, start, o_n, i_kv, table_stride, HKV, DV, PAGE, DENSE, HEADS_FIRST, BLOCK_N)
+            b_k = tl.load(k + at_k[:, None] + o_d[None, :], mask=in_n[:, None] & (o_d < FIRST)[None, :], other=0.0)
+            if LATENT:
+                b_v = b_k
+            else:
+                b_v = tl.load(v + at_v[:, None] + o_v[None, :], mask=in_n[:, None] & (o_v < DV)[None, :], other=0.0)
             s = tl.dot(b_k, b_q, input_precision="ieee")
+            if BLOCK_BEHIND > 0:
+                in_k = in_n[:, None] & (o_behind < D)[None, :]
+                b_k_behind = tl.load(k + at_k[:, None] + o_behind[None, :], mask=in_k, other=0.0)
+                s = tl.dot(b_k_behind, b_q_behind, acc=s, input_precision="ieee")
             if MODIFIED:
                 s = modify(s * SCALE, score_values, line, h_m, q_m, kv[:, None], SPEC)
             else:

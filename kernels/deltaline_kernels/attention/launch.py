@@ -16,7 +16,7 @@ from deltaline_kernels.attention.combine import combine_kernel
 from deltaline_kernels.attention.hopper_tile import can_attend, launch_attend
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.kernel import attend_kernel
-from deltaline_kernels.attention.plan import MOST_ROWS, Tile, choose_parts, choose_tile
+from deltaline_kernels.attention.plan import MOST_ROWS, Tile, choose_group, choose_parts, choose_tile
 from deltaline_kernels.device.sizes import cdiv, pow2
 from deltaline_kernels.rows import Rows
 
@@ -43,7 +43,7 @@ def flex_decode_triton(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse:
 
 def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | None, *, long: bool) -> None:
     q, heads, blocks = queries.q, queries.heads, queries.blocks
-    group = heads.group if blocks is None or blocks.num_heads == 1 else 1
+    group = choose_group(heads, q.element_size()) if blocks is None or blocks.num_heads == 1 else 1
     max_length = min(rows.max_length, q.shape[0])
     tile = choose_tile(heads, group, rows.num_rows, max_length, q.element_size(), long=long)
     if blocks is not None:
@@ -82,7 +82,7 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
     attend_kernel[(min(num_items, tile.programs * num_processors(q.device)),)](
         q,
         keys.k,
-        keys.v,
+        keys.k if keys.v is None else keys.v,
         rows.control if keys.page_table is None else keys.page_table,
         rows.control,
         *shared,
@@ -100,8 +100,10 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
         PADDED=tile.columns // tokens,
         BLOCK_M=tile.columns,
         BLOCK_N=tile.keys,
-        BLOCK_D=max(16, pow2(heads.key_dim)),
+        LATENT=heads.is_latent,
+        BLOCK_D=max(16, pow2(heads.key_dim - heads.behind_latent)),
         BLOCK_DV=max(16, pow2(heads.value_dim)),
+        BLOCK_BEHIND=max(16, pow2(heads.behind_latent)) if heads.behind_latent else 0,
         MANY=rows.num_rows > MOST_ROWS,
         STAGES=tile.stages,
         OVERLAP=overlap,

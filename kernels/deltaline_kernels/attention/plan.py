@@ -23,6 +23,13 @@ class AttentionHeads:
     key_dim: int
     value_dim: int
     scale: float
+    is_latent: bool = False
+    """Whether values are the first channels of keys."""
+
+    @property
+    def behind_latent(self) -> int:
+        """Channels that keys have behind those that are values too; 0 where none are."""
+        return self.key_dim - self.value_dim if self.is_latent else 0
 
     @property
     def group(self) -> int:
@@ -48,12 +55,17 @@ SHORT: dict[int, tuple[int, int, int, int]] = {
     128: (128, 4, 3, 2),
     256: (64, 4, 3, 2),
     512: (32, 4, 3, 2),
+    1024: (32, 8, 2, 1),
 }
 LONG: dict[int, tuple[int, int, int, int]] = {
     128: (64, 4, 3, 2),
     256: (64, 4, 3, 2),
     512: (32, 4, 3, 1),
+    1024: (32, 8, 2, 1),
 }
+# Heads of a tile that share latents, at most, of 16-bit values and of fp32. These, and what latents of 512 channels
+# have above, are not measured yet: a tile of 512 x 64 sums leaves half of the registers of 8 warps.
+LATENT_HEADS, EXACT_LATENT_HEADS = 64, 16
 # Of causal long rows on a Hopper, by the size of keys and values: rows of a tile, which are queries there, keys of a
 # block, blocks of each on their way, warps.
 HOPPER: dict[int, tuple[int, int, int, int]] = {128: (64, 64, 2, 4), 256: (128, 64, 2, 8)}
@@ -67,6 +79,15 @@ SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512), (64, 1024))
 MOST_KEYS = 2048
 
 
+def choose_group(heads: AttentionHeads, value_bytes: int) -> int:
+    """Return how many heads of queries that share keys are in one tile: all, but of latents so many that their sums
+    find room in registers."""
+    if not heads.is_latent:
+        return heads.group
+    most = EXACT_LATENT_HEADS if value_bytes == 4 else LATENT_HEADS
+    return next(size for size in range(min(most, heads.group), 0, -1) if heads.group % size == 0)
+
+
 def choose_tile(
     heads: AttentionHeads, group: int, num_rows: int, max_length: int, value_bytes: int, *, long: bool
 ) -> Tile:
@@ -75,7 +96,7 @@ def choose_tile(
     It follows from the bucket only, never from positions: splits are the same whatever a row's neighbours are.
     """
     padded = pow2(group)
-    bytes_of_key = pow2(max(heads.key_dim, heads.value_dim, 64)) * 2
+    bytes_of_key = pow2(max(heads.key_dim - heads.behind_latent, heads.value_dim, 64)) * 2
     keys, num_warps, stages, programs = (LONG if long else SHORT)[bytes_of_key]
     most = MOST_COLUMNS if long else MOST_SHORT_COLUMNS
     if value_bytes == 4:

@@ -18,7 +18,7 @@ from deltaline_kernels.rows import Rows
 def flex_decode_reference(
     q: Tensor,
     k_pages: Tensor,
-    v_pages: Tensor,
+    v_pages: Tensor | None,
     page_table: Tensor,
     rows: Rows,
     *,
@@ -28,11 +28,13 @@ def flex_decode_reference(
     gate: Tensor | None = None,
     return_lse: bool = False,
     blocks: BlockLists | None = None,
+    value_dim: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return what `flex_decode` does."""
     compute = torch.promote_types(q.dtype, torch.float32)
     num_tokens, num_heads, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
+    v_pages = k_pages[..., :value_dim] if v_pages is None else v_pages
     page_size, group = k_pages.shape[1], num_heads // k_pages.shape[2]
     o = torch.zeros(num_tokens, num_heads, v_pages.shape[3], dtype=compute, device=q.device)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=compute, device=q.device)

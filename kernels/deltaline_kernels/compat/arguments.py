@@ -20,7 +20,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 class Unused(TypedDict, total=False):
-    """Arguments by name that vLLM, fla, FlashQLA and transformers pass to the gated delta rule; they change nothing.
+    """Arguments by name that vLLM, fla, FlashQLA and transformers pass to a delta rule; they change nothing.
 
     Those in NEUTRAL change nothing if they have the value there, or None.
     """
@@ -46,15 +46,17 @@ class Unused(TypedDict, total=False):
     is_causal: bool | None
     # Other meanings of the arguments.
     head_first: bool
-    use_gate_in_kernel: bool
-    use_beta_sigmoid_in_kernel: bool
-    allow_neg_eigval: bool
-    A_log: None
-    dt_bias: None
     gk: None
     gv: None
     cp_context: None
     core_attn_out: None
+
+
+class UnusedKda(Unused, total=False):
+    """Likewise, to KDA in chunks."""
+
+    use_graph: bool
+    max_num_seqs: int | None
 
 
 class UnusedSteps(TypedDict, total=False):
@@ -65,13 +67,24 @@ class UnusedSteps(TypedDict, total=False):
     cache_philox_rounds: int
     cache_steps: int | None
     # Other meanings of the arguments.
-    is_kda: bool
     enable_stochastic_rounding: bool
     disable_state_update: bool
-    lower_bound: None
     intermediate_states_buffer: None
     intermediate_state_indices: None
     retrieve_parent_token: None
+
+
+class UnusedScan(TypedDict, total=False):
+    """Arguments by name that vLLM passes to the scan of sequences; as `Unused`."""
+
+    # How it is computed.
+    block_size: int
+    cu_chunk_seqlens: Tensor | None
+    last_chunk_indices: Tensor | None
+    # Other meanings of the arguments.
+    block_idx_first_scheduled_token: None
+    block_idx_last_scheduled_token: None
+    initial_state_idx: None
 
 
 class UnusedConv(TypedDict, total=False):
@@ -104,15 +117,11 @@ class UnusedConvSteps(TypedDict, total=False):
 
 NEUTRAL: Mapping[str, Any] = {
     "head_first": False,
-    "use_gate_in_kernel": False,
-    "use_beta_sigmoid_in_kernel": False,
-    "allow_neg_eigval": False,
-    "is_kda": False,
     "enable_stochastic_rounding": False,
     "disable_state_update": False,
     **{
         name: None
-        for kind in (Unused, UnusedSteps, UnusedConv, UnusedConvSteps)
+        for kind in (Unused, UnusedKda, UnusedSteps, UnusedScan, UnusedConv, UnusedConvSteps)
         for name, hint in kind.__annotations__.items()
         if hint is NoneType
     },
@@ -268,6 +277,16 @@ def check_number(name: str, value: float, *, positive: bool = False) -> None:
         raise TypeError(f"{name}: expected a number, got {describe(value)}")
     if positive and not 0 < value < math.inf:
         raise ValueError(f"{name}: expected a finite number above 0, got {value}")
+
+
+def parse_bound(name: str, value: float | None) -> float | None:
+    """Return None, or a finite number of the host of at most 0 as a float; raise TypeError or ValueError for others."""
+    if value is None:
+        return None
+    check_number(name, value)
+    if not -math.inf < value <= 0:
+        raise ValueError(f"{name}: expected a finite number of at most 0, got {value}")
+    return float(value)
 
 
 def check_filter(weight: Tensor, bias: Tensor | None, dim: int, device: torch.device) -> None:

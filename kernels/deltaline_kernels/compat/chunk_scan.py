@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, STATES
 from deltaline_kernels.compat.arguments import EngineRows, check_flag, check_integer, check_number, check_operand
+from deltaline_kernels.compat.chunk_states import chunk_states
 from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, join_columns, widen
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.rows import check_offsets
@@ -31,9 +32,13 @@ def _fake(
     cu_seqlens: Tensor,
     state_dtype: torch.dtype | None,
     final_states_out: Tensor | None,
+    cu_chunk_seqlens: Tensor | None,
+    return_intermediate_states: bool,
     **_: Any,
 ) -> Tensor | None:
-    if final_states_out is not None:
+    if return_intermediate_states and cu_chunk_seqlens is not None:
+        cu_seqlens = cu_chunk_seqlens
+    elif final_states_out is not None:
         return None
     return x.new_empty(cu_seqlens.shape[0] - 1, *x.shape[1:], B.shape[2], dtype=state_dtype or x.dtype)
 
@@ -68,31 +73,37 @@ def mamba_chunk_scan_combined_varlen(
         x: `(tokens, H, P)`; B, C: `(tokens, G, S)`, H a multiple of G; fp32, bf16 or fp16. Columns x, B, C of one
             tensor are used where they are, others are copied, to fp32 if not all alike. P and S of at most 256.
         dt: `(tokens, H)`; A, dt_bias: `(H,)`; D: `(H,)` or `(H, P)`; z: as x; any of the three dtypes. A is at most 0.
-        chunk_size: not used, nor are cu_chunk_seqlens, last_chunk_indices and seq_idx: chunks are found on the device,
-            and begin where sequences begin.
+        chunk_size: not used, nor are last_chunk_indices and seq_idx: chunks are found on the device, and begin where
+            sequences begin.
+        cu_chunk_seqlens: `(chunks + 1,)` int32 or int64, for return_intermediate_states alone: the first token of each
+            chunk, none of them empty, and the end of the last. Each is of one sequence.
         cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last.
         out: `(tokens, H, P)` in x's dtype, contiguous. Mutated: the tokens of sequences.
         initial_states: `(N, H, P, S)`, any of the three dtypes, which are copied if they are not packed or share memory
             with final_states_out; None is zero.
         dt_softplus: False: the time step is dt + dt_bias. It is clamped to dt_limit, at least 0, either way.
-        return_intermediate_states: True is refused: there are none.
+        return_intermediate_states: return the state behind each chunk of cu_chunk_seqlens. Right, but not fast.
         state_dtype: of the returned states, any of the three; None is x's.
         final_states_out: `(slots, H, P, S)`, any of the three dtypes, packed states at any distance. Mutated: the slots
             final_state_indices `(N,)`, no two alike, all of them lines of it. The slot of an empty sequence gets its
             initial state.
 
     Returns:
-        `(N, H, P, S)`, the final states (of an empty sequence the initial one), or None with final_states_out.
+        `(N, H, P, S)`, the final states (of an empty sequence the initial one), or None with final_states_out; with
+        return_intermediate_states `(chunks, H, P, S)`.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    del cu_chunk_seqlens, last_chunk_indices, seq_idx
+    del last_chunk_indices, seq_idx
     check_integer("chunk_size", chunk_size)
     check_flag("dt_softplus", dt_softplus)
     heads = _check_tokens(x, dt, A, B, C, out, D, z, dt_bias, dt_limit)
+    check_flag("return_intermediate_states", return_intermediate_states)
     if return_intermediate_states:
-        raise ValueError("return_intermediate_states: expected False, got True")
+        if cu_chunk_seqlens is None:
+            raise TypeError("cu_chunk_seqlens: expected a tensor, as return_intermediate_states is True, got None")
+        check_counts("cu_chunk_seqlens", cu_chunk_seqlens, 1, x.device)
     check_counts("cu_seqlens", cu_seqlens, 1, x.device)
     num_rows = cu_seqlens.shape[0] - 1
     num_tokens = x.shape[0]
@@ -132,6 +143,8 @@ def mamba_chunk_scan_combined_varlen(
         y *= F.silu(z.float())
     if not is_plain:
         _copy_rows(y, out, cu_seqlens)
+    if return_intermediate_states and cu_chunk_seqlens is not None:
+        return chunk_states(inputs, cu_chunk_seqlens, starts, initial_states, state_dtype or x.dtype)
     return final if final_states_out is None else None
 
 

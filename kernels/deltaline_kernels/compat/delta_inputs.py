@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM
 from deltaline_kernels.compat.arguments import INTEGERS, check_flag, check_number, check_operand
-from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
+from deltaline_kernels.device.delta_rule.inputs import DeltaHeads, DeltaInputs
 
 # Under the root of the norms of q and k, in every engine.
 EPS = 1e-6
@@ -36,12 +36,15 @@ def pack_delta(
     normalize: bool,
     flat_gates: bool = False,
     optional: str | None = None,
+    keyed: bool = False,
 ) -> DeltaInputs:
-    """Check and pack q, k `[batch, tokens, H, K]`, v `[batch, tokens, HV, V]` and the two gates `[batch, tokens, HV]`.
+    """Check and pack q, k `[batch, tokens, H, K]`, v `[batch, tokens, HV, V]` and the two gates `[batch, tokens, HV]`,
+    of which the first is `[batch, tokens, HV, K]` if `keyed`.
 
     Each is used where it is if its heads are packed and its tokens are one distance apart, else copied. If q has more
     heads than k and v, theirs are repeated. q, k and v of several dtypes become fp32. The gate named `optional` is 1
-    where it is None. `flat_gates` accepts gates `[batch * tokens, HV]` too. The result takes the gates as they come.
+    where it is None. `flat_gates` accepts gates `[batch * tokens, HV]` too, and the first of them `[.., HV * K]`. The
+    result takes the gates as they come.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
@@ -56,6 +59,8 @@ def pack_delta(
         if count < 1:
             raise ValueError(f"{name}: expected at least 1 head, got 0")
     num_key_heads = min(num_query_heads, num_value_heads)
+    if keyed and num_query_heads > num_value_heads:
+        raise ValueError(f"q: expected at most the {num_value_heads} heads of v, got {num_query_heads}")
     if max(num_query_heads, num_value_heads) % num_key_heads:
         raise ValueError(
             f"v: expected a multiple or a divisor of the {num_query_heads} heads of q, got {num_value_heads} heads"
@@ -78,20 +83,43 @@ def pack_delta(
                 raise TypeError(f"{name}: expected a tensor, got NoneType")
             packed.append(torch.ones((batch * length, num_value_heads), dtype=torch.float32, device=device))
             continue
-        flat = flat_gates and isinstance(gate, Tensor) and gate.ndim == 2
-        rows = {"batch * tokens": batch * length} if flat else tokens
-        check_beside(name, gate, {**rows, "HV": num_value_heads}, ACTIVATIONS, device)
-        packed.append(pack_gate(gate, batch * length, num_value_heads, q.dtype))
-    heads = DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, float(scale), EPS)
+        channels = key_dim if keyed and not packed else 0
+        shape = _gate_shape(gate, tokens, num_value_heads, channels, flat=flat_gates)
+        check_beside(name, gate, shape, ACTIVATIONS, device)
+        packed.append(pack_gate(gate, batch * length, num_value_heads * max(channels, 1), q.dtype))
+    heads = DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, float(scale), EPS, keyed)
     q, k, v = (pack_rows(x, batch * length, x.shape[2] * x.shape[3]) for x in (q, k, v))
     a, b = packed
     return DeltaInputs(q, k, v, a, b, None, None, heads, normalize)
+
+
+def _gate_shape(gate: Tensor | None, tokens: dict[str, int], num_heads: int, dim: int, *, flat: bool) -> dict[str, int]:
+    """Return the shape that a gate of each head is expected to have, of each of its `dim` channels unless that is 0."""
+    ndim = gate.ndim if flat and isinstance(gate, Tensor) else 0
+    if ndim == 2 or (dim and ndim == 3 and gate is not None and gate.shape[-1] != num_heads * dim):
+        tokens = {"batch * tokens": tokens["batch"] * tokens["tokens"]}
+    if not dim:
+        return {**tokens, "HV": num_heads}
+    is_joined = ndim == len(tokens) + 1
+    return {**tokens, "HV * K": num_heads * dim} if is_joined else {**tokens, "HV": num_heads, "K": dim}
 
 
 def pack_rates(name: str, rates: Tensor, inputs: DeltaInputs) -> Tensor:
     """Check and return `(HV,)` values of the heads, contiguous, of the tokens' dtype or fp32."""
     check_beside(name, rates, {"HV": inputs.heads.num_value_heads}, ACTIVATIONS, inputs.device)
     return widen(rates, inputs.dtype).contiguous()
+
+
+def pack_biases(name: str, biases: Tensor, inputs: DeltaInputs) -> Tensor:
+    """Check and return values of the decays, of the heads `(HV,)` or of their key channels `(HV * K,)`, which may be
+    `(HV, K)`; contiguous, of the tokens' dtype or fp32."""
+    heads = inputs.heads
+    if not heads.keyed:
+        return pack_rates(name, biases, inputs)
+    is_flat = not isinstance(biases, Tensor) or biases.ndim != 2
+    shape = {"HV * K": heads.num_decays} if is_flat else {"HV": heads.num_value_heads, "K": heads.key_dim}
+    check_beside(name, biases, shape, ACTIVATIONS, inputs.device)
+    return widen(biases, inputs.dtype).flatten().contiguous()
 
 
 def widen(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,10 +1,10 @@
-"""The Mamba2 recurrence as inference engines call it: `selective_state_update`.
+"""The recurrences of Mamba-1 and Mamba2 as inference engines call them: `selective_state_update`.
 
     h = exp(A dt) h + dt x B^T;  y = h C + D x;  y = y silu(z)
 
-Arguments and their order are those of mamba-ssm and SGLang, with vLLM's offsets and accepted counts behind them. Head h
-uses group h // (nheads / ngroups). Products and sums are fp32, with one rounding at each store. Nothing waits for a
-GPU: what index tensors say is checked on the CPU alone.
+Arguments and their order are those of mamba-ssm and SGLang, with vLLM's offsets and accepted counts behind them. The
+channels of all heads are shared out among the groups in their order. Products and sums are fp32, with one rounding at
+each store. Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
 """
 
 from dataclasses import replace
@@ -23,11 +23,12 @@ from deltaline_kernels.compat.arguments import (
     check_unused,
     parse_pad,
 )
-from deltaline_kernels.compat.mamba2_inputs import pack_head_values, pack_mamba
-from deltaline_kernels.compat.recurrence import advance
+from deltaline_kernels.compat.mamba2_inputs import pack_update
+from deltaline_kernels.compat.recurrence import AnyInputs, Operation, advance
 from deltaline_kernels.compat.slots import Slots, advance_slots, check_contents, check_pool
+from deltaline_kernels.mamba1 import run_mamba1
+from deltaline_kernels.mamba1.inputs import ScanInputs
 from deltaline_kernels.mamba2 import run_mamba2
-from deltaline_kernels.mamba2.inputs import MambaInputs
 from deltaline_kernels.operators import operator
 
 
@@ -62,15 +63,17 @@ def selective_state_update(
 
     Args:
         state: `[slots, nheads, dim, dstate]`, any of the three dtypes, packed states at any distance. Mutated, unless
-            there is another final_state: the slots of rows with tokens, each rounded when it is stored. dim and dstate
-            are at most 256.
-        x: `[batch, nheads, dim]` fp32, bf16 or fp16; a batch of tokens where cu_seqlens is given.
-        dt: as x, expanded from one value per head (stride 0), any of the three dtypes.
-        A: `[nheads, dim, dstate]`, at most 0, expanded from one value per head, any of the three dtypes.
-        B, C: `[batch, ngroups, dstate]`, any of the three dtypes. Columns x, B, C of one tensor are used where they
-            are, others are copied, to fp32 if not all alike.
-        D, dt_bias: `[nheads, dim]`, expanded from one value per head, any of the three dtypes.
-        z: as x, any of the three dtypes; costs a few launches more.
+            there is another final_state: the slots of rows with tokens, each rounded when it is stored. dstate is at
+            most 256.
+        x: `[batch, nheads, dim]` fp32, bf16 or fp16; a batch of tokens where cu_seqlens is given. Or, as Mamba-1 layers
+            have it, `[batch, dim]`: then nothing else has a dimension of heads, and B and C need none of groups.
+        dt: as x, any of the three dtypes.
+        A: `[nheads, dim, dstate]`, any of the three dtypes. Where A, dt, D and dt_bias are expanded from one value per
+            head (stride 0), and dim is at most 256, the recurrence is that of Mamba2, else that of Mamba-1.
+        B, C: `[batch, ngroups, dstate]`, any of the three dtypes. For Mamba2 columns x, B, C of one tensor are used
+            where they are, others are copied, to fp32 if not all alike.
+        D, dt_bias: `[nheads, dim]`, any of the three dtypes.
+        z: as x, any of the three dtypes; for Mamba2 it costs a few launches more.
         dt_softplus: the time step is softplus(dt + dt_bias), not dt + dt_bias itself.
         state_batch_indices: `(N,)` or `(N, columns)`, the slot of each row, that of the first column; None: row i has
             slot i. A row with a negative slot or `pad_slot_id` is skipped: its outputs are zero, no slot is touched.
@@ -99,37 +102,60 @@ def selective_state_update(
     """
     check_unused(unused, UnusedSteps)
     pad_slot_id = parse_pad(pad_slot_id, null_block_id)
-    inputs = pack_mamba(x, dt, A, B, C, dt_bias, softplus=dt_softplus)
-    heads, device = inputs.heads, x.device
-    sizes = {"nheads": heads.num_heads, "dim": heads.head_dim, "dstate": heads.state_dim}
-    check_pool("state", state, {"slots": None, **sizes}, device)
-    if final_state is not None:
-        check_pool("final_state", final_state, {"slots": None, **sizes}, device)
-    per_token = {"batch": x.shape[0], "nheads": heads.num_heads, "dim": heads.head_dim}
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=device)
-    else:
-        check_operand("out", out, per_token, device=device, contiguous=True)
-    if D is not None:
-        inputs = replace(inputs, D=pack_head_values("D", D, x))
+    if out is None and isinstance(x, Tensor):
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y, pool, target = out, state, final_state
+    if isinstance(x, Tensor) and x.ndim == 2:
+        x, dt, z, y = (_unsqueeze(part, 2, 1) for part in (x, dt, z, out))
+        B, C = (_unsqueeze(part, 2, 1) for part in (B, C))
+        A, D, dt_bias = _unsqueeze(A, 2, 0), _unsqueeze(D, 1, 0), _unsqueeze(dt_bias, 1, 0)
+        pool = _unsqueeze(state, 3, 1)
+        target = pool if final_state is state else _unsqueeze(final_state, 3, 1)
+    inputs = pack_update(x, dt, A, B, C, D, z, dt_bias, softplus=dt_softplus)
+    device = x.device
+    sizes = {"nheads": x.shape[1], "dim": x.shape[2], "dstate": A.shape[2]}
+    check_pool("state", pool, {"slots": None, **sizes}, device)
+    if target is not None:
+        check_pool("final_state", target, {"slots": None, **sizes}, device)
+    check_operand(
+        "out", y, {"batch": x.shape[0], "nheads": x.shape[1], "dim": x.shape[2]}, device=device, contiguous=True
+    )
     rows = _lay_out(x.shape[0], cu_seqlens, device)
-    indices = (state_batch_indices, dst_state_batch_indices)
-    slots = _find_slots(state, final_state, *indices, num_accepted_tokens, pad_slot_id)
-    if z is None:
-        return _run(inputs, rows, state, final_state, slots, out)
-    check_operand("z", z, per_token, device=device)
-    wide = torch.empty(x.shape, dtype=torch.float32, device=device)
-    y = _run(inputs, rows, state, final_state, slots, wide)
-    # Of a skipped row z may be anything, too.
-    return out.copy_(torch.where(y == 0, y, y * F.silu(z.float())))
+    if isinstance(inputs, ScanInputs):
+        flat = pool.flatten(1, 2)
+        target = flat if target is pool else None if target is None else target.flatten(1, 2)
+        pool = flat
+    slots = _find_slots(pool, target, state_batch_indices, dst_state_batch_indices, num_accepted_tokens, pad_slot_id)
+    if isinstance(inputs, ScanInputs):
+        _run(run_mamba1, inputs, rows, pool, target, slots, y.flatten(1))
+    elif z is None:
+        _run(run_mamba2, inputs, rows, pool, target, slots, y)
+    else:
+        wide = torch.empty(x.shape, dtype=torch.float32, device=device)
+        _run(run_mamba2, inputs, rows, pool, target, slots, wide)
+        # Of a skipped row z may be anything, too.
+        y.copy_(torch.where(wide == 0, wide, wide * F.silu(z.float())))
+    return out
+
+
+def _unsqueeze(part: Any, ndim: int, at: int) -> Any:
+    """Return a tensor of so many dimensions with one more; what is none of these is left to the checks."""
+    return part.unsqueeze(at) if isinstance(part, Tensor) and part.ndim == ndim else part
 
 
 def _run(
-    inputs: MambaInputs, rows: EngineRows, state: Tensor, final_state: Tensor | None, slots: Slots | None, y: Tensor
-) -> Tensor:
-    """Run the rows; write to y `[T, H, P]` and return it. Mutates the states."""
+    run: Operation[AnyInputs],
+    inputs: AnyInputs,
+    rows: EngineRows,
+    state: Tensor,
+    final_state: Tensor | None,
+    slots: Slots | None,
+    y: Tensor,
+) -> None:
+    """Run the rows; write to y, `[T, H, P]` or `[T, D]`. Mutates the states."""
     if slots is not None:
-        return advance_slots(run_mamba2, inputs, rows, slots, y)
+        advance_slots(run, inputs, rows, slots, y)
+        return
     for name, pool in (("state", state), ("final_state", final_state)):
         if pool is not None and pool.shape[0] < rows.num_rows:
             wanted = f"at least {rows.num_rows} slots, one for each row"
@@ -137,7 +163,7 @@ def _run(
     if inputs.device.type == "cpu":
         check_contents(rows, inputs.num_tokens)
     written = None if final_state is state else final_state
-    return advance(run_mamba2, inputs, state, replace(rows, moves=written is not None), written=written, o=y)
+    advance(run, inputs, state, replace(rows, moves=written is not None), written=written, o=y)
 
 
 def _find_slots(

@@ -1,12 +1,13 @@
 """Experts as vLLM calls them: `fused_experts`, of tokens whose experts are chosen."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import ACTIVATIONS
-from deltaline_kernels.compat.arguments import INTEGERS, check_operand, describe
+from deltaline_kernels.checks import ACTIVATIONS, FP8, FP8_BLOCK
+from deltaline_kernels.compat.arguments import INTEGERS, check_flag, check_operand, describe
 from deltaline_kernels.moe import run_experts
 from deltaline_kernels.operators import operator
 
@@ -27,18 +28,28 @@ def fused_experts(
     apply_router_weight_on_input: bool = False,
     global_num_experts: int = -1,
     expert_map: Tensor | None = None,
+    *,
+    use_fp8_w8a8: bool = False,
+    w1_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    a1_scale: None = None,
+    a2_scale: None = None,
+    block_shape: Sequence[int] | None = None,
 ) -> Tensor:
     """Return the weighted sum over the experts of each token `[T, H]`, as `run_experts` does.
 
     Args:
         hidden_states: `[T, H]` bf16, fp16 or fp32, of any strides. Mutated with `inplace`, which returns it.
-        w1: `[E, 2 I, H]`, gate above up. w2: `[E, H, I]`. Both contiguous and in hidden_states.dtype.
+        w1: `[E, 2 I, H]`, gate above up. w2: `[E, H, I]`. Both contiguous and in hidden_states.dtype, or in e4m3.
         topk_weights: `[T, C]` fp32, bf16 or fp16. topk_ids: `[T, C]` int32 or int64; below 0 or beyond the last
             expert: none.
         activation: "silu", the only one that is offered. apply_router_weight_on_input: False alone.
         global_num_experts: of all processes, -1 for E; needed nowhere.
         expert_map: `[experts of all processes]` int32 or int64, which of w1 and w2 an expert is, -1 for none of
             them; None: they are those that `topk_ids` names.
+        use_fp8_w8a8: w1 and w2 are in e4m3, in blocks of block_shape, (128, 128), that w1_scale
+            `[E, 2 I / 128, ceil(H / 128)]` and w2_scale `[E, ceil(H / 128), I / 128]` fp32 are to be multiplied with.
+            Tokens keep their 16 bits, so that a1_scale and a2_scale are None.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
@@ -47,6 +58,9 @@ def fused_experts(
     device, size = hidden_states.device, {"tokens": hidden_states.shape[0], "choices": None}
     check_operand("topk_weights", topk_weights, size, ACTIVATIONS, device, "hidden_states")
     check_operand("topk_ids", topk_ids, {**size, "choices": topk_weights.shape[1]}, INTEGERS, device, "hidden_states")
+    sizes = {"experts": None, "out": None, "in": None}
+    for name, weight in (("w1", w1), ("w2", w2)):
+        check_operand(name, weight, sizes, (*ACTIVATIONS, FP8), device, "hidden_states")
     if activation != "silu":
         raise ValueError(f"activation: expected 'silu', the only one that is offered, got {describe(activation)}")
     if apply_router_weight_on_input:
@@ -61,6 +75,33 @@ def fused_experts(
     if experts.dtype != torch.int32:
         # What is no expert here stays none when it is narrowed.
         experts = experts.clamp(-1, w1.shape[0]).to(torch.int32)
+    scales = _check_scales(w2, use_fp8_w8a8, w1_scale, w2_scale, (a1_scale, a2_scale), block_shape)
     x = hidden_states.contiguous()
-    out = run_experts(x, w1, w2, topk_weights.float().contiguous(), experts.contiguous())
+    routes = topk_weights.float().contiguous(), experts.contiguous()
+    out = run_experts(x, w1, w2, *routes, gate_up_scales=scales[0], down_scales=scales[1])
     return hidden_states.copy_(out) if inplace else out
+
+
+def _check_scales(
+    w2: Tensor,
+    is_fp8: bool,
+    w1_scale: Tensor | None,
+    w2_scale: Tensor | None,
+    of_tokens: tuple[object, object],
+    block_shape: Sequence[int] | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scales of w1 and w2, None of weights that have none. Raises as `fused_experts`."""
+    check_flag("use_fp8_w8a8", is_fp8)
+    for name, scale in zip(("a1_scale", "a2_scale"), of_tokens, strict=True):
+        if scale is not None:
+            raise ValueError(f"{name}: expected None, as tokens are not quantised, got {describe(scale)}")
+    if not is_fp8:
+        return None, None
+    if not isinstance(block_shape, Sequence) or list(block_shape) != [FP8_BLOCK, FP8_BLOCK]:
+        raise ValueError(f"block_shape: expected [{FP8_BLOCK}, {FP8_BLOCK}], got {block_shape}")
+    if w2.shape[2] % FP8_BLOCK:
+        raise ValueError(f"w2: expected a multiple of {FP8_BLOCK} channels of an expert, got {w2.shape[2]}")
+    for name, given in (("w1_scale", w1_scale), ("w2_scale", w2_scale)):
+        if given is None:
+            raise TypeError(f"{name}: expected a tensor, as use_fp8_w8a8 is True, got None")
+    return w1_scale, w2_scale

@@ -1,6 +1,6 @@
 """The states of a group of rows on the CPU: read from their lines, replayed, advanced by the rows' tokens and written.
 
-Shared by the recurrences h = exp(g) h + u k^T, which differ in what k, u and g are and in what they read from h.
+Shared by the recurrences, which differ in how a token advances a state and in what they read from it.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,16 @@ from deltaline_kernels.cpu.decay import exp_
 from deltaline_kernels.cpu.row_groups import RowGroup, group_rows, put, take
 from deltaline_kernels.rows import Rows, StateLines
 
-# Given a group of rows, their states h `[B, HV, V, K]` fp32 and out `[B, n, HV, V]` fp32, n at least 1: writes the
+# Given a group of rows, their states h `[B, *]` fp32 and out `[B, n, *]` fp32, n at least 1: writes the
 # outputs to out, advances h in place if the rows commit, and returns the records `[B, n, record]` of rows that don't
 # and write, else None.
 RunTokens = Callable[[RowGroup, Tensor, Tensor], Tensor | None]
+# Given such states and the records `[B, r, record]` of accepted drafts, r at least 1: folds these into h in place.
+Fold = Callable[[Tensor, Tensor], None]
 
 
-def run_rows(rows: Rows, lines: StateLines, o: Tensor, num_key_heads: int, run_tokens: RunTokens) -> None:
-    """Run all rows; mutates `lines` and o `[T, HV, V]`."""
+def run_rows(rows: Rows, lines: StateLines, o: Tensor, fold: Fold, run_tokens: RunTokens) -> None:
+    """Run all rows; mutates `lines` and o `[T, *]`."""
     state, drafts = lines.state, lines.drafts
     apart = lines.written is not None
     written = state if lines.written is None else lines.written
@@ -33,10 +35,10 @@ def run_rows(rows: Rows, lines: StateLines, o: Tensor, num_key_heads: int, run_t
         shared = state.dtype == torch.float32 and state.is_contiguous()
         # States that only move are a copy too: torch does not write a tensor to scattered lines from a view of it.
         shared = shared and ((group.in_place and not apart) or not (mutates or (group.moves and not apart)))
-        h = _load_state(state, group, shared)  # (B, HV, V, K) fp32
+        h = _load_state(state, group, shared)  # (B, *) fp32
         moved = apart or group.moves
         if group.replayed > 0:
-            _fold_records(h, drafts[*group.replayed_halves, : group.replayed], num_key_heads)
+            fold(h, drafts[*group.replayed_halves, : group.replayed])
             moved = not shared
         if group.committed == 0 and group.writes and moved:
             put(written, group.write_index, h)
@@ -84,19 +86,20 @@ def _load_state(state: Tensor, group: RowGroup, shared: bool) -> Tensor:
     return taken.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-def _fold_records(h: Tensor, records: Tensor, num_key_heads: int) -> None:
-    """Fold the records into h `[B, HV, V, K]`, in place: all at once, since their updates are known.
+def fold_records(num_key_heads: int, h: Tensor, records: Tensor) -> None:
+    """Fold records of h = exp(g) h + u k^T into h `[B, HV, V, K]`, in place: all at once, as their updates are known.
 
     Args:
         records: `[B, r, H*K + HV*V + HV]` fp32, k, u and g of each token; value head i uses key head i // (HV / H).
+            Or `[B, r, H*K + HV*V + HV*K]`, with a g of each key channel.
     """
     num_value_heads, value_dim, key_dim = h.shape[1:]
-    sizes = (num_key_heads * key_dim, num_value_heads * value_dim, num_value_heads)
-    k, u, g = records.split(sizes, dim=-1)
+    keys, values = num_key_heads * key_dim, num_value_heads * value_dim
+    k, u, g = records.tensor_split((keys, keys + values), dim=-1)
     k = k.unflatten(-1, (num_key_heads, key_dim)).transpose(1, 2)
     k = k.repeat_interleave(num_value_heads // num_key_heads, dim=1).flatten(0, 1)  # (B*HV, r, K)
     u = u.unflatten(-1, (num_value_heads, value_dim)).transpose(1, 2).flatten(0, 1)  # (B*HV, r, V)
     # What is left of each token and, behind the last one, of the state: sums of the gates from there on.
-    left = F.pad(g.transpose(1, 2).flatten(0, 1), (0, 1)).flip(1).cumsum(1).flip(1)  # (B*HV, r+1)
-    left = exp_(left)[..., None]
-    h.flatten(0, 1).mul_(left[:, :1]).baddbmm_((u * left[:, 1:]).transpose(1, 2), k)
+    g = g.unflatten(-1, (num_value_heads, -1)).transpose(1, 2).flatten(0, 1)  # (B*HV, r, 1 or K)
+    left = exp_(F.pad(g, (0, 0, 0, 1)).flip(1).cumsum(1).flip(1))  # (B*HV, r+1, 1 or K)
+    h.flatten(0, 1).mul_(left[:, :1]).baddbmm_(u.transpose(1, 2), k * left[:, 1:])

@@ -29,6 +29,15 @@ def silu(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def limited(gate, up, LIMIT: tl.constexpr):
+    """Return a gate that is at most LIMIT and an up within it; with 0 both as they are. NaN stays NaN."""
+    if LIMIT > 0:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return gate, up
+
+
+@triton.jit
 def relu2(x):
     """Return relu(x) ** 2; NaN stays NaN."""
     positive = tl.where(x < 0, 0.0, x)

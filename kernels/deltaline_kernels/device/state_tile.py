@@ -131,6 +131,37 @@ def fold(tile, rest, updates, k, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def decay_keys(tile, decays, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the tile whose key channels are multiplied by `decays`, in the shape of a key."""
+    decayed = ()
+    for r in tl.static_range(PARTS):
+        for j in tl.static_range(BLOCKS):
+            decayed = decayed + (tile[r * BLOCKS + j] * decays[j],)
+    return decayed
+
+
+@triton.jit
+def add_outer(tile, updates, k, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the tile plus u k^T, with the u of every part in `updates`."""
+    added = ()
+    for r in tl.static_range(PARTS):
+        for j in tl.static_range(BLOCKS):
+            # Equal shapes: fma does not broadcast.
+            u, _ = tl.broadcast(updates[r], k[j])
+            added = added + (tl.fma(u, k[j], tile[r * BLOCKS + j]),)
+    return added
+
+
+@triton.jit
+def exponentials(tensors, COUNT: tl.constexpr):
+    """Return exp of the first COUNT of `tensors`."""
+    raised = ()
+    for j in tl.static_range(COUNT):
+        raised = raised + (tl.exp(tensors[j]),)
+    return raised
+
+
+@triton.jit
 def load_record(
     pointer,
     i_h,
@@ -143,8 +174,12 @@ def load_record(
     PARTS: tl.constexpr,
     SUB: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    KEYED: tl.constexpr = False,
 ):
-    """Return k, u of every part and g of the draft at `pointer`, of one head."""
+    """Return k, u of every part and g of the draft at `pointer`, of one head; g in the shape of k if KEYED."""
     k = load_key(pointer + i_h * K, True, K, SUB, BLOCK_K)
     updates = load_values(pointer + H * K + i_hv * V, True, o_v, V, PARTS, SUB)
-    return k, updates, tl.load(pointer + H * K + HV * V + i_hv)
+    if KEYED:
+        return k, updates, load_key(pointer + H * K + HV * V + i_hv * K, True, K, SUB, BLOCK_K)
+    else:
+        return k, updates, tl.load(pointer + H * K + HV * V + i_hv)

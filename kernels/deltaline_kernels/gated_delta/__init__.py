@@ -2,15 +2,14 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import ACTIVATIONS, STATES, check_positive, check_tensor
+from deltaline_kernels.device.delta_rule.arguments import check_heads, check_inputs
+from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.gated_delta.cpu import gated_delta_cpu
-from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs, find_heads
 from deltaline_kernels.gated_delta.reference import gated_delta_reference
 from deltaline_kernels.operators import operator
-from deltaline_kernels.rows import Rows, StateLines, check_rows, check_waypoints
+from deltaline_kernels.rows import Rows, StateLines
 
 __all__ = ["gated_delta", "gated_delta_reference", "run_gated_delta"]
 
@@ -58,11 +57,9 @@ def gated_delta(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    heads = _check_state(qkv, state, rows, num_key_heads, scale, eps)
-    check_tensor("qkv", qkv, (None, heads.channels), ACTIVATIONS, qkv.device, row_stride=True)
+    heads = check_heads(qkv, state, rows, num_key_heads, scale, eps)
     inputs = DeltaInputs(*heads.split(qkv), a, b, A_log, dt_bias, heads, normalize)
-    _check_inputs(inputs, state, drafts)
-    check_waypoints(rows, inputs.num_tokens)
+    check_inputs(inputs, state, drafts, rows)
     o = inputs.empty_output()
     run_gated_delta(inputs, StateLines(state, drafts), rows, o)
     return o
@@ -77,34 +74,3 @@ def run_gated_delta(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tenso
         from deltaline_kernels.gated_delta.launch import gated_delta_triton
 
         gated_delta_triton(inputs, lines, rows, o)
-
-
-def _check_state(
-    qkv: Tensor, state: Tensor, rows: Rows, num_key_heads: int, scale: float | None, eps: float
-) -> DeltaHeads:
-    """Check what tells the sizes, and return them."""
-    if not isinstance(qkv, Tensor):
-        raise TypeError(f"qkv: expected Tensor, got {type(qkv).__name__}")
-    check_tensor("state", state, (None, None, None, None), STATES, qkv.device, row_stride=True)
-    check_rows(rows, qkv.device)
-    _, num_value_heads, value_dim, key_dim = state.shape
-    check_positive("num_key_heads", num_key_heads)
-    return find_heads(num_key_heads, num_value_heads, key_dim, value_dim, scale, eps)
-
-
-def _check_inputs(inputs: DeltaInputs, state: Tensor, drafts: Tensor) -> None:
-    """Check the tensors whose sizes follow from those of the heads."""
-    v, A_log, dt_bias, heads = inputs.v, inputs.A_log, inputs.dt_bias, inputs.heads
-    device, num_heads = v.device, heads.num_value_heads
-    gates, size = (v.dtype, torch.float32), (v.shape[0], num_heads)
-    check_tensor("a", inputs.a, size, gates, device, row_stride=True)
-    check_tensor("b", inputs.b, size, gates, device, row_stride=True)
-    if (A_log is None) != (dt_bias is None):
-        missing = "A_log" if A_log is None else "dt_bias"
-        raise ValueError(
-            f"{missing}: expected a tensor, or None for both A_log and dt_bias, got None for {missing} alone"
-        )
-    if A_log is not None and dt_bias is not None:
-        check_tensor("A_log", A_log, (num_heads,), gates, device)
-        check_tensor("dt_bias", dt_bias, (num_heads,), gates, device)
-    check_tensor("drafts", drafts, (state.shape[0], 2, None, heads.record), (torch.float32,), device, row_stride=True)

@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.waypoints import find_stop, find_waypoint, keep_state
 from deltaline_kernels.gated_delta.hopper_chunk import can_walk, launch_walk
-from deltaline_kernels.gated_delta.inputs import DeltaInputs
 from deltaline_kernels.gated_delta.plan import BLOCK_V, CHUNK, choose_plan
 from deltaline_kernels.gated_delta.transform import FACTORS, SMALLEST_KEY, launch_transform
 from deltaline_kernels.rows import Rows, StateLines

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.device.delta_rule.gates import read_gates
+from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.waypoints import TOKENS, find_waypoint, keep_state
-from deltaline_kernels.gated_delta.gates import read_gates
-from deltaline_kernels.gated_delta.inputs import DeltaInputs
 from deltaline_kernels.rows import Rows, StateLines
 
 CHUNK = 16

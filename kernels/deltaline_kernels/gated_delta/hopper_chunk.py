@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.device.hopper import barrier, copy_rest
 from deltaline_kernels.device.row_splits import RowSplits
-from deltaline_kernels.gated_delta.inputs import DeltaInputs
 from deltaline_kernels.gated_delta.plan import BLOCK_V, CHUNK
 from deltaline_kernels.gated_delta.transform import FACTORS
 from deltaline_kernels.rows import Rows, StateLines

@@ -11,8 +11,8 @@ whole, and in parts of so many tokens:
     37 to 8000, 16/32         463           523                  481
 """
 
+from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
 from deltaline_kernels.device.row_splits import RowSplits, cut_rows
-from deltaline_kernels.gated_delta.inputs import DeltaHeads
 
 CHUNK = 64
 # A program walks with so many rows of one head's state; so many programs run at once on an H200.

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.device.delta_rule.gates import read_gates
+from deltaline_kernels.device.delta_rule.inputs import MANY_HEADS, DeltaInputs
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.state_tile import below, load_tile, scale, store_tile, to_fp32
@@ -29,8 +31,6 @@ from deltaline_kernels.device.token_tile import (
     multiply_tokens,
     remain,
 )
-from deltaline_kernels.gated_delta.gates import read_gates
-from deltaline_kernels.gated_delta.inputs import MANY_HEADS, DeltaInputs
 from deltaline_kernels.rows import Rows, StateLines
 
 KEYS = (64, 128)

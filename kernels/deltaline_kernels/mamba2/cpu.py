@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.cpu.decay import decay_between, exp_
-from deltaline_kernels.cpu.recurrence import run_rows
+from deltaline_kernels.cpu.recurrence import fold_records, run_rows
 from deltaline_kernels.cpu.row_groups import RowGroup
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
 from deltaline_kernels.rows import Rows, StateLines
@@ -31,7 +31,7 @@ def mamba2_cpu(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) ->
         step = F.softplus(step).clamp_(*inputs.heads.dt_limit)
     g = step * (-rate.exp() if inputs.log_rate else rate)
     run_tokens = partial(_run_tokens, inputs.xBC, step, g, inputs.D, inputs.heads)
-    run_rows(rows, lines, y, inputs.heads.num_groups, run_tokens)
+    run_rows(rows, lines, y, partial(fold_records, inputs.heads.num_groups), run_tokens)
 
 
 def _run_tokens(

@@ -7,6 +7,7 @@ from torch.nn.functional import silu
 from deltaline_kernels.device.sizes import cdiv, pow2
 from deltaline_kernels.moe import plan
 from deltaline_kernels.moe.router import Router
+from deltaline_kernels.moe.weight import ExpertWeights
 
 # As in the reference.
 LEAST_CHOICE = -1e38
@@ -56,49 +57,61 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
 
 def run_experts_cpu(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, *, gated: bool
+    x: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    weights: Tensor,
+    experts: Tensor,
+    out: Tensor,
+    *,
+    gated: bool,
+    limit: float,
 ) -> None:
-    """Write out `[T, H]`; gated: with silu, else with relu2."""
+    """Write out `[T, H]`; gated: with silu, else with relu2. limit: as `run_experts` has it."""
     rows = min(MAX_ROWS, pow2(len(x)))
     for begin in range(0, len(x), plan.MAX_TOKENS):
         some = slice(begin, begin + plan.MAX_TOKENS)
-        _run_tiles(x[some], gate_up, down, weights[some], experts[some], out[some], rows, gated=gated)
+        _run_tiles(x[some], gate_up, down, weights[some], experts[some], out[some], rows, gated=gated, limit=limit)
 
 
 def _run_tiles(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
     weights: Tensor,
     experts: Tensor,
     out: Tensor,
     rows: int,
     *,
     gated: bool,
+    limit: float,
 ) -> None:
     """Write out `[T, H]` in tiles of so many rows.
 
     A tile is computed whole even where fewer choices are its expert's: so a row's bits don't depend on the others. What
     it leaves in the rows of the next expert, that one's tiles overwrite.
     """
-    num_experts, choices = len(gate_up), experts.shape[1]
+    num_experts, choices = len(gate_up.values), experts.shape[1]
     is_used = (experts >= 0) & (experts < num_experts)
     keys = torch.where(is_used, experts, num_experts).flatten()
     order = keys.argsort(stable=True)
     num_pairs, width = len(order), x.shape[1]
     tokens, parts = _aligned(num_pairs + rows, width), _aligned(num_pairs + rows, width)
-    hidden = _aligned(rows, down.shape[2])
+    hidden = _aligned(rows, down.values.shape[2])
     tokens[:num_pairs] = x.index_select(0, order // choices)
     end = 0
     for expert, count in enumerate(keys.bincount(minlength=num_experts)[:num_experts].tolist()):
         if count == 0:
             continue
-        first, second = gate_up[expert].float().t(), down[expert].float().t()
+        first, second = gate_up.of(expert).t(), down.of(expert).t()
         begin, end = end, end + count
         for place in range(begin, end, rows):
             inner = torch.mm(tokens[place : place + rows], first)
             if gated:
                 gate, up = inner.chunk(2, dim=1)
+                if limit:
+                    gate.clamp_(max=limit)
+                    up.clamp_(-limit, limit)
                 torch.mul(silu(gate), up, out=hidden)
             else:
                 torch.square(inner.relu_(), out=hidden)

@@ -10,11 +10,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deltaline_kernels.device.activation import relu2, silu
+from deltaline_kernels.checks import FP8_BLOCK
+from deltaline_kernels.device.activation import limited, relu2, silu
 from deltaline_kernels.device.overlap import can_overlap, launch_options
 from deltaline_kernels.device.state_tile import below
 from deltaline_kernels.moe.plan import plan_direct_first, plan_direct_second
+from deltaline_kernels.moe.weight import ExpertWeights
 
+BLOCK = tl.constexpr(FP8_BLOCK)
 # Of a thread of the second launch: all of its programs for a token are there before the first launch has ended.
 SECOND_REGISTERS = 128
 
@@ -24,6 +27,7 @@ SECOND_REGISTERS = 128
 def _first(
     x,
     gate_up,
+    scales,
     experts,
     hidden,
     x_stride,
@@ -37,13 +41,14 @@ def _first(
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
     GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Write silu(gate) * up of a choice and BLOCK_N inner channels, without gates relu(up) ** 2.
+    """Write silu(gate) * up of a choice and BLOCK_N inner channels, limited, without gates relu(up) ** 2.
 
-    SHARED: so many choices, the last ones, are known to be the last experts, and don't wait for their routes.
-    OVERLAP: with the launches before and behind.
+    scales: of blocks of weights in FP8, else None. SHARED: so many choices, the last ones, are known to be the last
+    experts, and don't wait for their routes. OVERLAP: with the launches before and behind.
     """
     PARTS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     # The last choices come first.
@@ -66,6 +71,12 @@ def _first(
         p_gate = gate_up + expert.to(tl.int64) * (HALVES * INNER * H) + o_n.to(tl.int64)[:, None] * H
         gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        if scales is not None:
+            ROWS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
+            COLUMNS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+            # The rows of a program are of one block.
+            row = expert.to(tl.int64) * (HALVES * ROWS) + tl.program_id(0) % PARTS * BLOCK_N // BLOCK
+            p_scales = scales + row * COLUMNS
         for i in range(0, STEPS):
             o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             in_k = below(o_k, H, BLOCK_K)
@@ -74,11 +85,17 @@ def _first(
             if GATED:
                 b_up = tl.load(p_gate + INNER * H + o_k, mask=inside, other=0.0)
             b_x = tl.load(p_x + o_k, mask=in_k, other=0.0).to(tl.float32)
+            b_y = b_x
+            if scales is not None:
+                if GATED:
+                    b_y = b_x * tl.load(p_scales + ROWS * COLUMNS + o_k // BLOCK, mask=in_k, other=0.0)
+                b_x = b_x * tl.load(p_scales + o_k // BLOCK, mask=in_k, other=0.0)
             gate += b_gate.to(tl.float32) * b_x
             if GATED:
-                up += b_up.to(tl.float32) * b_x
+                up += b_up.to(tl.float32) * b_y
         if GATED:
-            y = silu(tl.sum(gate, axis=1), EXACT) * tl.sum(up, axis=1)
+            own_gate, own_up = limited(tl.sum(gate, axis=1), tl.sum(up, axis=1), LIMIT)
+            y = silu(own_gate, EXACT) * own_up
         else:
             y = relu2(tl.sum(gate, axis=1))
         tl.store(hidden + pair.to(tl.int64) * INNER + o_n, y.to(hidden.dtype.element_ty), mask=o_n < INNER)
@@ -112,11 +129,13 @@ def _load_choices(
 def _add_choices(
     total,
     tiles,
+    scales,
     hidden,
     weights,
     experts,
     i,
     num_experts,
+    H: tl.constexpr,
     INNER: tl.constexpr,
     C: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -125,12 +144,19 @@ def _add_choices(
     """Return `total` and what block i of every choice adds to it, in the order of the choices."""
     # As wide as the tiles: each thread loads what it multiplies, and nothing is exchanged between two loads.
     o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :] + tl.zeros((BLOCK_N, 1), tl.int32)
+    PARTS: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
+    ROWS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    COLUMNS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
     for c in tl.static_range(C):
         expert = tl.load(experts + c)
         is_used = (expert >= 0) & (expert < num_experts)
         weight = tl.load(weights + c, mask=is_used, other=0.0)
         inside = is_used & below(o_k, INNER, BLOCK_K)
         b_h = tl.load(hidden + c * INNER + o_k, mask=inside, other=0.0)
+        if scales is not None:
+            # The rows of a program are of one block.
+            row = expert.to(tl.int64) * ROWS + tl.program_id(0) % PARTS * BLOCK_N // BLOCK
+            b_h = b_h.to(tl.float32) * tl.load(scales + row * COLUMNS + o_k // BLOCK, mask=inside, other=0.0)
         total += tiles[c].to(tl.float32) * (weight * b_h.to(tl.float32))
     return total
 
@@ -140,6 +166,7 @@ def _add_choices(
 def _second(
     hidden,
     down,
+    scales,
     weights,
     experts,
     out,
@@ -164,22 +191,25 @@ def _second(
     if OVERLAP:
         gdc_wait()
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    total = _add_choices(total, tiles, hidden, weights, experts, 0, num_experts, INNER, C, BLOCK_N, BLOCK_K)
+    total = _add_choices(total, tiles, scales, hidden, weights, experts, 0, num_experts, H, INNER, C, BLOCK_N, BLOCK_K)
     for i in range(1, STEPS):
         tiles = _load_choices(down, experts, o_n, i, num_experts, H, INNER, C, BLOCK_N, BLOCK_K)
-        total = _add_choices(total, tiles, hidden, weights, experts, i, num_experts, INNER, C, BLOCK_N, BLOCK_K)
+        total = _add_choices(
+            total, tiles, scales, hidden, weights, experts, i, num_experts, H, INNER, C, BLOCK_N, BLOCK_K
+        )
     tl.store(out + token * H + o_n, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=o_n < H)
 
 
 def run_direct(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
     weights: Tensor,
     experts: Tensor,
     out: Tensor,
     *,
     gated: bool,
+    limit: float,
     num_shared: int = 0,
 ) -> None:
     """Write out `[T, H]`; from Hopper on a launch may start while the one before it runs.
@@ -189,7 +219,7 @@ def run_direct(
     weights and experts, and that did not begin itself before the one before it had ended.
     """
     num_tokens, choices = experts.shape
-    num_experts, width, inner = down.shape
+    num_experts, width, inner = down.values.shape
     overlap = can_overlap(x)
     hidden = torch.empty((num_tokens * choices, inner), dtype=x.dtype, device=x.device)
     sizes = {"H": width, "INNER": inner, "C": choices}
@@ -197,7 +227,8 @@ def run_direct(
     programs = num_tokens * triton.cdiv(inner, first.block_n)
     _first[(choices * programs,)](
         x,
-        gate_up,
+        gate_up.values,
+        gate_up.scales,
         experts,
         hidden,
         x.stride(0),
@@ -209,16 +240,18 @@ def run_direct(
         BLOCK_K=first.block_k,
         STEPS=first.steps,
         GATED=gated,
+        LIMIT=limit,
         EXACT=x.dtype == torch.float32,
         OVERLAP=overlap,
         num_warps=first.warps,
         num_stages=1,
         **launch_options(overlap=overlap),
     )
-    second = plan_direct_second(inner, choices, down.element_size())
+    second = plan_direct_second(inner, choices, down.values.element_size())
     _second[(num_tokens * triton.cdiv(width, second.block_n),)](
         hidden,
-        down,
+        down.values,
+        down.scales,
         weights,
         experts,
         out,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deltaline_kernels.checks import FP8_BLOCK
 from deltaline_kernels.device.overlap import can_overlap
 from deltaline_kernels.device.sizes import cdiv, pow2
 
@@ -50,11 +51,13 @@ class ProductPlan:
     warps: int
     stages: int
 
-    def options(self, inputs: int, outputs: int) -> dict[str, int]:
-        """Return what the kernel of products is compiled with."""
+    def options(self, inputs: int, outputs: int, *, in_fp8: bool = False) -> dict[str, int]:
+        """Return what the kernel of products is compiled with; in_fp8: with outputs and inputs of one block of a weight
+        in FP8, whose sum is by itself until it meets its scale."""
         block_k = max(16, min(self.block_k, pow2(inputs)))
+        block_n = min(self.block_n, FP8_BLOCK) if in_fp8 else self.block_n
         return {
-            "BLOCK_N": max(16, min(self.block_n, pow2(outputs))),
+            "BLOCK_N": max(16, min(block_n, pow2(outputs))),
             "BLOCK_K": block_k,
             "STEPS": cdiv(inputs, block_k),
             "num_warps": self.warps,
@@ -114,7 +117,7 @@ def is_sorted(num_tokens: int, choices: int, x: Tensor, down: Tensor) -> bool:
         num_tokens * choices >= SORTED_CHOICES * num_experts
         and x.dtype != torch.float32
         and width % ROW_UNIT == 0
-        and inner % ROW_UNIT == 0
+        and inner % max(ROW_UNIT, COPY_BYTES // down.element_size()) == 0
         and down.data_ptr() % COPY_BYTES == 0
         and can_overlap(x)
     )

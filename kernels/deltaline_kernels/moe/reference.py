@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from deltaline_kernels.moe.router import Router
+from deltaline_kernels.moe.weight import ExpertWeights
 
 # Below this no choice falls, and NaN counts as it; two of them are still finite in fp32.
 LEAST_CHOICE = -1e38
@@ -48,19 +49,38 @@ def route_tokens_reference(
 
 
 def run_experts_reference(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str = "silu"
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    activation: str = "silu",
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
+    limit: float = 0.0,
 ) -> Tensor:
     """Return the outputs `[T, H]` as `run_experts` does."""
     compute = torch.promote_types(x.dtype, torch.float32)
-    inner = down.shape[2]
+    first = ExpertWeights(gate_up, gate_up_scales, 2 if activation == "silu" else 1)
+    second = ExpertWeights(down, down_scales)
     out = torch.zeros(x.shape, dtype=compute, device=x.device)
     for t, (own_weights, own_experts) in enumerate(zip(weights, experts.tolist(), strict=True)):
         for weight, expert in zip(own_weights, own_experts, strict=True):
             if 0 <= expert < gate_up.shape[0]:
-                both = gate_up[expert].to(compute) @ x[t].to(compute)  # (2 I), or (I) without gates
-                hidden = silu(both[:inner]) * both[inner:] if activation == "silu" else both.relu() ** 2
-                out[t] += weight.to(compute) * (down[expert].to(compute) @ hidden)
+                both = first.of(expert, compute) @ x[t].to(compute)  # (2 I), or (I) without gates
+                hidden = _activated(both, activation, limit)
+                out[t] += weight.to(compute) * (second.of(expert, compute) @ hidden)
     return out.to(x.dtype)
+
+
+def _activated(both: Tensor, activation: str, limit: float) -> Tensor:
+    """Return what an expert does with its inner channels, G x | U x or U x alone."""
+    if activation != "silu":
+        return both.relu() ** 2
+    gate, up = both.chunk(2)
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return silu(gate) * up
 
 
 def route_and_run_experts_reference(
@@ -72,7 +92,10 @@ def route_and_run_experts_reference(
     bias: Tensor | None = None,
     query_start_loc: Tensor | None = None,
     activation: str = "silu",
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
+    limit: float = 0.0,
 ) -> Tensor:
     """Return the outputs `[T, H]` as `route_and_run_experts` does."""
     weights, experts = route_tokens_reference(logits, router, bias, query_start_loc)
-    return run_experts_reference(x, gate_up, down, weights, experts, activation)
+    return run_experts_reference(x, gate_up, down, weights, experts, activation, gate_up_scales, down_scales, limit)

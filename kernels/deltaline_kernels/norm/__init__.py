@@ -8,6 +8,7 @@ from torch import Tensor
 from deltaline_kernels.checks import ACTIVATIONS, check_tensor, parse_eps, parse_number
 from deltaline_kernels.norm.cpu import gated_rms_norm_cpu, rms_norm_cpu
 from deltaline_kernels.norm.reference import (
+    GATES,
     add_rms_norm_reference,
     gated_rms_norm_reference,
     rms_norm_reference,
@@ -107,8 +108,10 @@ def _check_hidden(x: Tensor, weight: Tensor, eps: float) -> float:
 
 
 @operator(_fake)
-def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
-    """Normalise each head of o, scale it by `weight` and gate it by silu(z).
+def gated_rms_norm(
+    o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False, activation: str = "silu"
+) -> Tensor:
+    """Normalise each head of o, scale it by `weight` and gate it by silu(z) or sigmoid(z).
 
     Args:
         o: `[T, HV, V]` fp32, bf16 or fp16; z: the same shape and dtype; a row stride is fine for both. A Mamba2 layer
@@ -116,6 +119,7 @@ def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_fir
         weight: `[V]`, the same for all heads, or `[HV, V]` (plain, not 1 + w), fp32 or o.dtype.
         eps: added to the mean square; at least 0.
         gate_first: gate o, then normalise what comes of it, as Mamba2 does; else normalise, then gate.
+        activation: of z, "silu" or "sigmoid".
 
     Returns:
         `[T, HV*V]` in o.dtype.
@@ -127,13 +131,15 @@ def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_fir
     check_tensor("z", z, o.shape, (o.dtype,), o.device, row_stride=True)
     is_shared = not isinstance(weight, Tensor) or weight.ndim == 1
     check_tensor("weight", weight, o.shape[2:] if is_shared else o.shape[1:], (torch.float32, o.dtype), o.device)
+    if activation not in GATES:
+        raise ValueError(f"activation: expected one of {', '.join(GATES)}, got {activation!r}")
     eps = parse_eps("eps", eps)
     y = torch.empty(o.shape[0], o.shape[1] * o.shape[2], dtype=o.dtype, device=o.device)
     if o.device.type == "cpu":
-        gated_rms_norm_cpu(o, z, weight, eps, y, gate_first=gate_first)
+        gated_rms_norm_cpu(o, z, weight, eps, y, gate_first=gate_first, activation=activation)
     else:
         # Imported here: only this path needs triton, which is installed on Linux alone.
         from deltaline_kernels.norm.kernel import gated_rms_norm_triton
 
-        gated_rms_norm_triton(o, z, weight, eps, y, gate_first=gate_first)
+        gated_rms_norm_triton(o, z, weight, eps, y, gate_first=gate_first, activation=activation)
     return y

@@ -3,6 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltaline_kernels.norm.reference import GATES
+
 # Values per block: 256 tokens x 1024 values (1 MiB of fp32).
 BLOCK_VALUES = 256 * 1024
 
@@ -13,15 +15,22 @@ def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm_cpu(
-    o: Tensor, z: Tensor, weight: Tensor, eps: float, y: Tensor, *, gate_first: bool = False
+    o: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    y: Tensor,
+    *,
+    gate_first: bool = False,
+    activation: str = "silu",
 ) -> None:
-    """Write `o * rsqrt(mean(o^2) + eps) * weight * silu(z)` to y `[T, HV*V]`, the norm that of o * silu(z) or of o."""
+    """Write `o * rsqrt(mean(o^2) + eps) * weight * gate` to y `[T, HV*V]`, the norm that of o * gate or of o."""
     num_tokens, num_heads, value_dim = o.shape
     w = weight.float()
     block = max(1, BLOCK_VALUES // max(1, num_heads * value_dim))
     for begin in range(0, num_tokens, block):
         part = o[begin : begin + block].float()
-        gate = F.silu(z[begin : begin + block].float())
+        gate = GATES[activation](z[begin : begin + block].float())
         if gate_first:
             part = gate.mul_(part)
         inverse = part.square().mean(-1, keepdim=True).add_(eps).rsqrt_()

@@ -25,6 +25,7 @@ def _gated_rms_norm(
     V: tl.constexpr,
     SHARED: tl.constexpr,
     GATE_FIRST: tl.constexpr,
+    SILU: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -41,7 +42,7 @@ def _gated_rms_norm(
     b_z = tl.load(z + o_token[:, None] * z_stride + o_in_token, mask=in_tile, other=0.0).to(tl.float32)
     o_weight = o_v[None, :] if SHARED else o_in_token
     b_w = tl.load(weight + o_weight, mask=(o_v < V)[None, :], other=0.0).to(tl.float32)
-    gate = b_z / (1.0 + tl.exp(-b_z))
+    gate = (b_z if SILU else 1.0) / (1.0 + tl.exp(-b_z))
     if GATE_FIRST:
         b_o *= gate
     mean = tl.sum(b_o * b_o, axis=1) / V
@@ -52,7 +53,14 @@ def _gated_rms_norm(
 
 
 def gated_rms_norm_triton(
-    o: Tensor, z: Tensor, weight: Tensor, eps: float, y: Tensor, *, gate_first: bool = False
+    o: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    y: Tensor,
+    *,
+    gate_first: bool = False,
+    activation: str = "silu",
 ) -> None:
     """Write the gated norm of o to y `[T, HV*V]`. Arguments are validated by `gated_rms_norm`."""
     num_tokens, num_heads, value_dim = o.shape
@@ -74,6 +82,7 @@ def gated_rms_norm_triton(
         V=value_dim,
         SHARED=weight.ndim == 1,
         GATE_FIRST=gate_first,
+        SILU=activation == "silu",
         BLOCK_HEADS=block_heads,
         BLOCK_V=block_v,
         OVERLAP=overlap,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, check_tensor
+from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, MAX_LATENT_DIM, check_tensor
 from deltaline_kernels.operators import operator
 from deltaline_kernels.rotary.cpu import rotate_and_store_cpu
 from deltaline_kernels.rotary.reference import rotate_and_store_reference
@@ -45,13 +45,14 @@ def rotate_and_store(
     Args:
         q: `[T, HQ, D]` fp32, bf16 or fp16, D at most 256. Strides of row and head are free, so that it may be one half
             of what a projection gives per head. HQ is a multiple of HKV.
-        k: `[T, HKV, D]`, v: `[T, HKV, DV]`, in q.dtype, DV at most 256; a row stride is fine for both.
+        k: `[T, HKV, D]`, v: `[T, HKV, DV]`, in q.dtype, DV at most 512; a row stride is fine for both.
         q_norm, k_norm: `[D]` fp32, contiguous: what a head is multiplied with behind its norm (1 + w of a checkpoint
             that keeps w), or None for no norm at all.
         eps: added to the mean square; positive.
         rotary: `[max_positions, R]` fp32, contiguous: cosines of R/2 angles, then their sines. R is even, 2..D.
-        k_pages: `[pages, page_size, HKV, D]`, v_pages: `[pages, page_size, HKV, DV]`, in q.dtype, contiguous. Mutated
-            at the positions of the rows' own tokens, and nowhere else.
+        k_pages: `[pages, page_size, HKV, D]`, v_pages: `[pages, page_size, HKV, DV]`, in q.dtype: contiguous, or of
+            latents views of one contiguous `[pages, page_size, more]` without a value in common. Mutated at the
+            positions of the rows' own tokens, and nowhere else.
         page_table: `[L, max_pages]` int32, contiguous; a row's line is its write_line.
         rows: a row without a write line above 0 is skipped, whatever its read line: nothing of it is kept. That its
             pages are its own, and its positions below max_positions and max_pages * page_size, is the caller's promise.
@@ -83,9 +84,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, rows: Rows) -> None:
     check_tensor("k", k, (num_tokens, None, dim), (q.dtype,), device, row_stride=True)
     num_kv_heads = k.shape[1]
     check_tensor("v", v, (num_tokens, num_kv_heads, None), (q.dtype,), device, row_stride=True)
-    for name, size in (("q", dim), ("v", v.shape[2])):
-        if not 1 <= size <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: expected heads of 1..{MAX_HEAD_DIM} channels, got {size}")
+    for name, size, most in (("q", dim, MAX_HEAD_DIM), ("v", v.shape[2], MAX_LATENT_DIM)):
+        if not 1 <= size <= most:
+            raise ValueError(f"{name}: expected heads of 1..{most} channels, got {size}")
     if num_kv_heads < 1:
         raise ValueError(f"k: expected at least 1 head, got {num_kv_heads}")
     if num_heads < 1 or num_heads % num_kv_heads != 0:
@@ -110,9 +111,21 @@ def _parse_norms(q: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: f
 
 
 def _check_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor) -> None:
-    check_tensor("k_pages", k_pages, (None, None, *k.shape[1:]), (k.dtype,), k.device)
+    _check_pool("k_pages", k_pages, (None, None, *k.shape[1:]), k)
     pages, page_size = k_pages.shape[:2]
     if page_size < 1:
         raise ValueError(f"k_pages: expected pages of at least 1 token, got {page_size}")
-    check_tensor("v_pages", v_pages, (pages, page_size, *v.shape[1:]), (v.dtype,), v.device)
+    _check_pool("v_pages", v_pages, (pages, page_size, *v.shape[1:]), v)
     check_tensor("page_table", page_table, (None, None), (torch.int32,), k.device)
+
+
+def _check_pool(name: str, pool: Tensor, shape: tuple[int | None, ...], stored: Tensor) -> None:
+    """Check pages: contiguous, or of each token as many values of more, that are a stride apart."""
+    if isinstance(pool, Tensor) and pool.ndim == 4 and not pool.is_contiguous():
+        _, page_size, num_heads, dim = pool.shape
+        page, token, head, channel = pool.stride()
+        is_packed = channel == 1 and (num_heads == 1 or head == dim) and token >= num_heads * dim
+        if is_packed and page == page_size * token:
+            # Its shape, dtype and device, as of one without strides.
+            pool = pool.as_strided(pool.shape, (page_size * num_heads * dim, num_heads * dim, dim, 1))
+    check_tensor(name, pool, shape, (stored.dtype,), stored.device)

@@ -115,6 +115,9 @@ def rotate_kernel(
     Q_HEAD_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
+    # Values between tokens of a page.
+    K_TOKEN: tl.constexpr,
+    V_TOKEN: tl.constexpr,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -166,8 +169,13 @@ def rotate_kernel(
             slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
             angles = rotary + position.to(tl.int64) * R
             k_turned, k_other = _turn(k_low, k_high, kw_low, kw_high, angles, o_c, eps, NORM_K, D, R)
-            _store_heads(k_pages + slot * (HKV * D), k_turned, k_other, o_kv, in_kv, o_low, D, R)
-            tl.store(v_pages + slot * (HKV * DV) + o_value, b_v, mask=in_value)
+            _store_heads(k_pages + slot * K_TOKEN, k_turned, k_other, o_kv, in_kv, o_low, D, R)
+            tl.store(v_pages + slot * V_TOKEN + o_value, b_v, mask=in_value)
+
+
+def _token_stride(pages: Tensor) -> int:
+    """Return the values between tokens; where a page has one token alone its stride may say anything."""
+    return pages[0, 0].numel() if pages.is_contiguous() else pages.stride(1)
 
 
 def rotate_and_store_triton(
@@ -218,6 +226,8 @@ def rotate_and_store_triton(
         Q_HEAD_STRIDE=q.stride(1),
         K_STRIDE=k.stride(0),
         V_STRIDE=v.stride(0),
+        K_TOKEN=_token_stride(k_pages),
+        V_TOKEN=_token_stride(v_pages),
         HQ=num_heads,
         HKV=num_kv_heads,
         D=dim,

@@ -1,4 +1,5 @@
-"""What the self-test computes for attention: keys and values that are stored in pages, and attention over them."""
+"""What the self-test computes for attention: keys and values, or latents, that are stored in pages, and attention over
+them."""
 
 from collections.abc import Iterator
 
@@ -37,13 +38,9 @@ def compare_attention(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compar
     """Yield the name of each family, what it computed and what its reference computed."""
     num_heads, num_kv_heads, head_dim = shapes.heads.num_value_heads, shapes.heads.num_key_heads, shapes.heads.key_dim
     rotary_dim, page_size, dtype = shapes.rotary_dim, shapes.page_size, shapes.dtype
-    num_tokens, num_rows = int(rows.query_start_loc[-1]), rows.num_rows
-    longest = max(POSITIONS) + rows.max_length
-    max_pages = -(-longest // page_size)
-    device = rows.control.device
-    order = torch.randperm(num_rows * max_pages, generator=torch.Generator().manual_seed(0)) + 1
-    table = torch.zeros(num_rows + 1, max_pages, dtype=torch.int32, device=device)
-    table[1:] = order.view(num_rows, max_pages).to(device, torch.int32)
+    num_tokens = int(rows.query_start_loc[-1])
+    longest, device = max(POSITIONS) + rows.max_length, rows.control.device
+    table = _page_table(rows, longest, page_size)
     query_dim, gate = 2 * head_dim if shapes.is_gated else head_dim, None
     projected = fill(num_tokens, num_heads * query_dim + 2 * num_kv_heads * head_dim).to(dtype)
     q, k, v = projected.split([num_heads * query_dim, *[num_kv_heads * head_dim] * 2], dim=-1)
@@ -53,7 +50,7 @@ def compare_attention(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compar
     k, v = (part.unflatten(-1, (num_kv_heads, head_dim)) for part in (k, v))
     angles = fill(longest, rotary_dim // 2)
     rotary = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    size = num_rows * max_pages + 1, page_size, num_kv_heads, head_dim
+    size = table.numel() + 1, page_size, num_kv_heads, head_dim
     pages = fill(*size).to(dtype), fill(*size).to(dtype)
     q_norm, k_norm = (fill(head_dim) if shapes.norms_heads else None for _ in range(2))
     want_pages = pages[0].clone(), pages[1].clone()
@@ -66,3 +63,39 @@ def compare_attention(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compar
     o_want = flex_decode_reference(want, *want_pages, table, rows, modifiers=modifiers, gate=gate)
     assert isinstance(o, Tensor) and isinstance(o_want, Tensor)  # without the sums of the softmax
     yield "attention", [o], [o_want]
+
+
+def compare_latents(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compared]:
+    """Yield the name of each family, what it computed and what its reference computed."""
+    num_heads, kept, latent_dim = shapes.heads.num_value_heads, shapes.heads.key_dim, shapes.heads.value_dim
+    num_tokens, dtype, device = int(rows.query_start_loc[-1]), shapes.dtype, rows.control.device
+    longest = max(POSITIONS) + rows.max_length
+    table = _page_table(rows, longest, shapes.page_size)
+    # What turns is behind the latent; of a latent with nothing behind it the end.
+    first = kept - max(2, kept - latent_dim)
+    q = fill(num_tokens, num_heads, kept).to(dtype)
+    v, k = fill(num_tokens, 1, kept).to(dtype).split((first, kept - first), dim=-1)
+    angles = fill(longest, shapes.rotary_dim // 2)
+    rotary = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    pages = fill(table.numel() + 1, shapes.page_size, 1, kept).to(dtype)
+    want_pages = pages.clone()
+    stored = (q[..., first:], k, v, None, None, 1e-6, rotary)
+    got = rotate_and_store(*stored, pages[..., first:], pages[..., :first], table, rows)
+    want = rotate_and_store_reference(*stored, want_pages[..., first:], want_pages[..., :first], table, rows)
+    yield "rotary", [got, pages], [want, want_pages]
+
+    modifiers = Modifiers(mask=find_modifier("causal")(), device=device)
+    options = {"modifiers": modifiers, "scale": kept**-0.5, "value_dim": latent_dim}
+    o = flex_decode(q, want_pages, None, table, rows, **options)
+    o_want = flex_decode_reference(q, want_pages, None, table, rows, **options)
+    assert isinstance(o, Tensor) and isinstance(o_want, Tensor)  # without the sums of the softmax
+    yield "latent attention", [o], [o_want]
+
+
+def _page_table(rows: Rows, longest: int, page_size: int) -> Tensor:
+    """Pages for `longest` tokens of each row, in an order of no meaning; line 0 and page 0 are nobody's."""
+    max_pages, device = -(-longest // page_size), rows.control.device
+    order = torch.randperm(rows.num_rows * max_pages, generator=torch.Generator().manual_seed(0)) + 1
+    table = torch.zeros(rows.num_rows + 1, max_pages, dtype=torch.int32, device=device)
+    table[1:] = order.view(rows.num_rows, max_pages).to(device, torch.int32)
+    return table

@@ -11,7 +11,7 @@ from deltaline_kernels.selftest.shapes import Compared, Fills
 NUM_TOKENS, EPS, SCALE = 40, 1e-6, 0.5
 
 
-def compare_block(fills: Fills, hidden: int, mlp_dim: int, dtype: torch.dtype) -> Iterator[Compared]:
+def compare_block(fills: Fills, hidden: int, mlp_dim: int, limit: float, dtype: torch.dtype) -> Iterator[Compared]:
     """Yield the name of each family and kind of input, what was computed and what its reference computed."""
     for kind, fill in fills.items():
         x, weight = fill(NUM_TOKENS, hidden).to(dtype), fill(hidden)
@@ -28,4 +28,4 @@ def compare_block(fills: Fills, hidden: int, mlp_dim: int, dtype: torch.dtype) -
             )
         if mlp_dim:
             gate_up = fill(NUM_TOKENS, 2 * mlp_dim).to(dtype)
-            yield f"activation, {kind}", [silu_and_mul(gate_up)], [silu_and_mul_reference(gate_up)]
+            yield f"activation, {kind}", [silu_and_mul(gate_up, limit)], [silu_and_mul_reference(gate_up, limit)]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from deltaline_kernels.checks import FP8, FP8_BLOCK
 from deltaline_kernels.cpu.group import group_cpu
 from deltaline_kernels.device.sizes import cdiv, count_tiles
 from deltaline_kernels.moe import (
@@ -19,7 +20,7 @@ from deltaline_kernels.moe import (
     run_experts_reference,
 )
 from deltaline_kernels.moe.plan import DIRECT_TOKENS, plan_tiles
-from deltaline_kernels.selftest.shapes import Compared, Fills
+from deltaline_kernels.selftest.shapes import Compared, Fill, Fills
 
 TOKENS = (1, 6, 40)
 # Choices per expert on average, in tiles of each size and sorted.
@@ -34,7 +35,10 @@ def compare_moe(
     hidden: int,
     inner: int,
     activation: str,
+    limit: float,
     dtype: torch.dtype,
+    *,
+    in_fp8: bool = False,
 ) -> Iterator[Compared]:
     """Yield the name of each family, batch and kind of input, what was computed and what its reference computed."""
     for kind, fill in fills.items():
@@ -45,9 +49,9 @@ def compare_moe(
         # Sums of about 1: those of ones are as large as their number.
         power = -1.0 if kind == "ones" else -0.5
         halves = 2 if activation == SILU else 1
-        gate_up = (fill(few, halves * inner, hidden) * hidden**power).to(dtype)
-        down = (fill(few, hidden, inner) * inner**power).to(dtype)
-        label = f"{num_tokens} tokens, {kind}"
+        gate_up, of_first = draw_weights(fill, few, halves, inner, hidden, power, FP8 if in_fp8 else dtype)
+        down, of_second = draw_weights(fill, few, 1, hidden, inner, power, FP8 if in_fp8 else dtype)
+        label = f"{num_tokens} tokens, {kind}{', fp8' if in_fp8 else ''}"
         logits = (64.0 * fill(num_tokens, num_experts + router.shared_gate)).round().div(64.0).to(dtype)
         starts = torch.tensor([0, max(1, num_tokens - 2)], dtype=torch.int32, device=device)
         routes = route_tokens(logits, router, bias, starts)
@@ -60,15 +64,26 @@ def compare_moe(
             yield f"moe, tiles, {label}", *compare_tiles(routes[1].flatten(), total, rows)
         weights, experts = routes[0], routes[1] % few
         x = fill(num_tokens, hidden).to(dtype)
-        own = x, gate_up, down, weights, experts, activation
+        own = x, gate_up, down, weights, experts, activation, of_first, of_second, limit
         yield f"moe, experts, {label}", [run_experts(*own)], [run_experts_reference(*own)]
         if router.num_shared and num_tokens <= DIRECT_TOKENS:
             # As a layer calls both: the shared ones are computed by another kernel, before the routes are there.
             count, one_group = few - router.num_shared, replace(router, num_groups=1, top_groups=1)
             few_logits = logits[:, : count + router.shared_gate]
             few_bias = None if bias is None else bias[:count]
-            whole = x, few_logits, one_group, gate_up, down, few_bias, starts, activation
+            whole = x, few_logits, one_group, gate_up, down, few_bias, starts, activation, of_first, of_second, limit
             yield f"moe, whole, {label}", [route_and_run_experts(*whole)], [route_and_run_experts_reference(*whole)]
+
+
+def draw_weights(
+    fill: Fill, num_experts: int, halves: int, rows: int, inputs: int, power: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Return weights `[E, halves * rows, inputs]` whose products are about 1, and of those in FP8 their scales."""
+    values = fill(num_experts, halves * rows, inputs)
+    if dtype != FP8:
+        return (values * inputs**power).to(dtype), None
+    scales = fill(num_experts, halves * cdiv(rows, FP8_BLOCK), cdiv(inputs, FP8_BLOCK)).abs() + 0.5
+    return values.to(FP8), scales * inputs**power
 
 
 def few_experts(router: Router, num_experts: int) -> int:

@@ -8,26 +8,28 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
+from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
-from deltaline_kernels.gated_delta.inputs import DeltaHeads
-from deltaline_kernels.gated_delta.plan import choose_plan
+from deltaline_kernels.kda import kda, kda_reference
 from deltaline_kernels.mamba2 import mamba2, mamba2_reference
-from deltaline_kernels.mamba2.inputs import MambaHeads
-from deltaline_kernels.mamba2.plan import choose_plan as choose_mamba_plan
 from deltaline_kernels.moe import Router
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
-from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
-from deltaline_kernels.selftest.attention import attention_batches, compare_attention
+from deltaline_kernels.rows import Rows
+from deltaline_kernels.selftest.attention import attention_batches, compare_attention, compare_latents
 from deltaline_kernels.selftest.block import compare_block
+from deltaline_kernels.selftest.fp8 import compare_fp8
 from deltaline_kernels.selftest.lora import compare_lora
+from deltaline_kernels.selftest.mamba1 import compare_mamba1
 from deltaline_kernels.selftest.mhc import compare_mhc
 from deltaline_kernels.selftest.moe import compare_moe, tokens_of_experts
+from deltaline_kernels.selftest.parts import has_parts, run_in_parts
 from deltaline_kernels.selftest.shapes import (
     Compared,
     Fill,
@@ -35,12 +37,11 @@ from deltaline_kernels.selftest.shapes import (
     Part,
     Shapes,
     batches,
+    projected,
     short_batches,
     waypoint_batch,
 )
 
-# Tokens of a row that is computed in parts, where heads are few enough for that.
-LONG = 4096
 # Tokens of batches of several adapters: more than 128 of one adapter; on a GPU large and dense tiles too.
 ADAPTED, ADAPTED_GPU = (1, 40, 250), (1, 40, 250, 600, 1200)
 # Kinds of inputs, in the order in which they are tried.
@@ -85,45 +86,54 @@ def run_selftest(
     norms_heads: bool = True,
     raw_gates: bool = False,
     norms_first: bool = False,
+    lower_bound: float | None = None,
     streams: int = 0,
     hidden: int = 64,
     mlp_dim: int = 0,
+    mlp_limit: float = 0.0,
     router: Router | None = None,
     num_experts: int = 0,
     expert_dim: int = 64,
     expert_activation: str = "silu",
+    experts_in_fp8: Sequence[bool] = (False,),
+    fp8_sizes: Sequence[tuple[int, int]] = (),
 ) -> list[Check]:
     """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
 
     The sizes are constants of the compiled kernels: with a model's own, what is compared is what serves it.
 
     Args:
-        recurrence: the mixer's, "gated_delta", "mamba2", "attention" or "short_conv". Groups, heads, state dim and head
-            dim of Mamba2 are key heads, value heads, key dim and value dim here; key-value heads, heads and head dim of
-            attention are key heads, value heads and key dim. A short convolution has no key heads, and the channels of
-            its value heads.
+        recurrence: the mixer's, "gated_delta", "kda", "mamba1", "mamba2", "attention", "latent_attention" or
+            "short_conv". Groups, heads, state dim and head dim of Mamba2 are key heads, value heads, key dim and value
+            dim here; key-value heads, heads and head dim of attention are key heads, value heads and key dim; of
+            latent attention the key dim is what is kept of a token, the value dim the latent. A short convolution has
+            no key heads, and the channels of its value heads; so has Mamba-1, whose channels have key dim states each.
         norm_groups: parts of a Mamba2 layer's channels that its norm takes one by one; None: its groups.
         dt_limit: least and greatest time step of a Mamba2 layer.
-        has_conv_bias: whether the convolution of a Mamba2 layer, or a short one, has a bias.
-        rotary_dim, page_size: of attention alone.
+        has_conv_bias: whether the convolution of a Mamba-1 or Mamba2 layer, or a short one, has a bias.
+        rotary_dim, page_size: of attention and of latent attention alone.
         is_gated, norms_heads: whether its outputs have a gate, and whether heads of queries and keys are normalised.
         norms_first: whether the norm of a Mamba2 layer is before the gate.
         raw_gates: whether the gated delta rule is given decays and strengths themselves, strengths of up to 2.
+        lower_bound: of the log decays of KDA; None: they have none.
         hidden: channels of the model's hidden states. streams: residual streams of them; 0: the model mixes none.
-        mlp_dim: channels of its MLPs between their products; 0: it has none.
+        mlp_dim: channels of its MLPs between their products; 0: it has none. mlp_limit: of gates and what they
+            multiply, of experts too; 0: none.
         router: how tokens of `hidden` channels choose among `num_experts` experts of `expert_dim` channels, the shared
             ones not counted; None: the model has no experts. expert_activation: as `run_experts` takes it.
+        experts_in_fp8: whether experts stay in FP8; of a model with both kinds, both. fp8_sizes: outputs and inputs of
+            the other weights that do.
 
     Returns:
         One Check for each family and kind of input. A NaN counts as an infinite error.
 
     Raises:
-        KeyError: `dtype` is not fp32, bf16 or fp16, or `recurrence` none of the four. TypeError, ValueError: sizes
+        KeyError: `dtype` is not fp32, bf16 or fp16, or `recurrence` none of these. TypeError, ValueError: sizes
             that the kernels don't take.
     """
     shapes = Shapes(
         recurrence,
-        DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6),
+        DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6, keyed=recurrence == "kda"),
         conv_width,
         max_draft,
         dtype,
@@ -137,14 +147,16 @@ def run_selftest(
         norms_heads,
         raw_gates,
         norms_first,
+        lower_bound,
     )
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
     parts = [*_mixer_parts(shapes, device), *_adapter_parts(shapes, device)]
-    parts.append(partial(compare_block, hidden=hidden, mlp_dim=mlp_dim, dtype=dtype))
+    parts.append(partial(compare_block, hidden=hidden, mlp_dim=mlp_dim, limit=mlp_limit, dtype=dtype))
+    parts += [partial(compare_fp8, outputs=size[0], inputs=size[1], dtype=dtype) for size in fp8_sizes]
     if streams:
         parts.append(partial(compare_mhc, streams=streams, hidden=hidden, dtype=dtype))
     if router:
-        for num_tokens in tokens_of_experts(router, num_experts, device):
+        for num_tokens, in_fp8 in product(tokens_of_experts(router, num_experts, device), experts_in_fp8):
             parts.append(
                 partial(
                     compare_moe,
@@ -154,6 +166,8 @@ def run_selftest(
                     hidden=hidden,
                     inner=expert_dim,
                     activation=expert_activation,
+                    limit=mlp_limit,
+                    in_fp8=in_fp8,
                     dtype=dtype,
                 )
             )
@@ -215,13 +229,16 @@ def _mixer_parts(shapes: Shapes, device: torch.device | str) -> Iterator[Part]:
     """Yield what compares the families of the model's mixer on every kind of rows."""
     compare, make = {
         "gated_delta": (_compare_recurrence, batches),
+        "kda": (_compare_recurrence, batches),
+        "mamba1": (_compare_scan, batches),
         "mamba2": (_compare_recurrence, batches),
         "short_conv": (_compare_convolution, batches),
         "attention": (compare_attention, attention_batches),
+        "latent_attention": (compare_latents, attention_batches),
     }[shapes.recurrence]
     for batch, rows in make(shapes.heads.num_value_heads, shapes.max_draft, device).items():
         yield partial(_compare_mixer, compare=compare, batch=batch, rows=rows, shapes=shapes)
-    if shapes.recurrence == "attention":
+    if shapes.is_paged:
         return
     rows = waypoint_batch(shapes.max_draft, device)
     yield of_random(partial(_compare_mixer, compare=compare, batch="prefill with waypoints", rows=rows, shapes=shapes))
@@ -268,51 +285,9 @@ def _compare_adapters(fills: Fills, num_tokens: int, shapes: Shapes, device: tor
 def _compare_short_rows(fills: Fills, batch: str, rows: Rows, shapes: Shapes) -> Iterator[Compared]:
     """Yield what the convolution of a recurrent layer computed of short rows, which have kernels of their own."""
     for kind, fill in fills.items():
-        x = _projected(fill, rows.num_rows * rows.max_length, shapes)[:, : shapes.heads.channels]
+        x = projected(fill, rows.num_rows * rows.max_length, shapes)[:, : shapes.heads.channels]
         conv, _ = _convolve(fill, x, rows, shapes, rows.num_rows + 1)
         yield f"conv1d, {batch}, {kind}", *conv
-
-
-def has_parts(shapes: Shapes) -> bool:
-    """Whether one long row is computed in parts; in fp32 that of Mamba2 never is."""
-    heads = shapes.heads
-    if shapes.recurrence == "short_conv":
-        return False
-    if shapes.recurrence == "gated_delta":
-        return choose_plan(heads, 1, LONG, LONG).num_parts > 1
-    sizes = MambaHeads(heads.num_key_heads, heads.num_value_heads, heads.value_dim, heads.key_dim)
-    is_cut = shapes.dtype is not torch.float32 and choose_mamba_plan(sizes, 1, LONG, LONG).num_parts > 1
-    return shapes.is_mamba and is_cut
-
-
-def run_in_parts(fill: Fill, shapes: Shapes, device: torch.device | str) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what one long row gave in parts, again beside a waypoint, and, for the slow reference, token by token."""
-    heads = shapes.heads
-    num_heads = heads.num_value_heads
-    x, _, b, a = _projected(fill, LONG, shapes).split((heads.channels, heads.value_channels, num_heads, num_heads), 1)
-    x = x.contiguous()  # as the convolution leaves it
-    gates = fill(3, num_heads)
-    state = fill(3, num_heads, heads.value_dim, heads.key_dim).to(shapes.state_dtype)
-    drafts, results = torch.zeros(3, 2, 1, heads.record, device=device), []
-    if shapes.is_mamba:
-        x[:, heads.value_channels :] *= heads.scale**0.5
-    waypoint = (0, WAYPOINT_TOKENS, 2)
-    for max_short, waypoints in ((1, None), (1, [waypoint]), (LONG, None)):
-        fields = ([LONG], [1], [1], [LONG], [0], [0])
-        rows = Rows.build(*fields, max_short=max_short, device=device, waypoints=waypoints)
-        own = state.clone()
-        if shapes.is_mamba:
-            o = mamba2(x, a, gates[0], gates[1], gates[2], own, drafts, rows, num_groups=heads.num_key_heads)
-        else:
-            o = gated_delta(x, a, b, gates[0], gates[1], own, drafts, rows, num_key_heads=heads.num_key_heads)
-        results.append([o, own[1:2]])
-    return results[0] + results[1], 2 * results[2]
-
-
-def _projected(fill: Fill, num_tokens: int, shapes: Shapes) -> Tensor:
-    """Make what the projection of a layer leaves, in its dtype: q, k, v, z, b and a side by side, `[T, *]`."""
-    heads = shapes.heads
-    return fill(num_tokens, heads.channels + heads.value_channels + 2 * heads.num_value_heads).to(shapes.dtype)
 
 
 def _convolve(
@@ -331,37 +306,44 @@ def _convolve(
 
 def _compare_convolution(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compared]:
     """Yield what the convolution of a layer without a recurrence computed, and what its reference computed."""
-    x = _projected(fill, int(rows.query_start_loc[-1]), shapes)[:, : shapes.heads.channels]
+    x = projected(fill, int(rows.query_start_loc[-1]), shapes)[:, : shapes.heads.channels]
     conv, _ = _convolve(fill, x, rows, shapes, max(6, rows.num_rows + 1))
     yield "conv1d", *conv
+
+
+def _compare_scan(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compared]:
+    """Yield the same of a Mamba-1 layer's convolution, and of its recurrence."""
+    yield from _compare_convolution(fill, rows, shapes)
+    yield from compare_mamba1(fill, rows, shapes)
 
 
 def _compare_recurrence(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compared]:
     """Yield the name of each family of a recurrent layer, what it computed and what its reference computed."""
     heads, num_tokens, num_lines = shapes.heads, int(rows.query_start_loc[-1]), max(6, rows.num_rows + 1)
     num_heads, values = heads.num_value_heads, heads.value_channels
-    projected = _projected(fill, num_tokens, shapes)
+    columns = projected(fill, num_tokens, shapes)
     if shapes.is_mamba:
-        z, x, a, b = projected.split((values, heads.channels, num_heads, num_heads), dim=-1)
+        z, x, a, b = columns.split((values, heads.channels, num_heads, num_heads), dim=-1)
     else:
-        x, z, b, a = projected.split((heads.channels, values, num_heads, num_heads), dim=-1)
+        x, z, b, a = columns.split((heads.channels, values, num_heads, num_heads), dim=-1)
     conv, x = _convolve(fill, x, rows, shapes, num_lines)
     yield "conv1d", *conv
 
-    operation: Callable[..., Tensor] = mamba2 if shapes.is_mamba else gated_delta
-    reference: Callable[..., Tensor] = mamba2_reference if shapes.is_mamba else gated_delta_reference
+    operation, reference = _operations(shapes.recurrence)
     if shapes.is_mamba:
         # B and C of moderate length: products of 128 large numbers would hide what is added to them.
         x[:, values:] *= heads.scale**0.5
         inputs: tuple[Tensor | None, ...] = (x, a, fill(num_heads), fill(num_heads), fill(num_heads))
     else:
-        inputs = (x, a, b, fill(num_heads), fill(num_heads))
+        if heads.keyed:
+            a = fill(num_tokens, heads.num_decays).to(shapes.dtype)
+        inputs = (x, a, b, fill(num_heads), fill(heads.num_decays))
         if shapes.raw_gates:
             inputs = (x, -a.float().abs(), 2.0 * b.float().sigmoid(), None, None)
     state = fill(num_lines, num_heads, heads.value_dim, heads.key_dim).to(shapes.state_dtype)
     # Drafts as a VERIFY writes them: unit keys, updates, gates below 0.
     drafts = fill(num_lines, 2, shapes.max_draft, heads.record).mul_(heads.scale)
-    drafts[..., -num_heads:].abs_().neg_()
+    drafts[..., heads.key_channels + values :].abs_().neg_()
     want_state, want_drafts = state.clone(), drafts.clone()
     o = operation(*inputs, state, drafts, rows, **shapes.options)
     want = reference(*inputs, want_state, want_drafts, rows, **shapes.options)
@@ -372,9 +354,17 @@ def _compare_recurrence(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Comp
         scale = fill(shapes.norm_groups, values // shapes.norm_groups)
     else:
         z, scale = z.unflatten(-1, (num_heads, heads.value_dim)), fill(heads.value_dim)
-    order = {"gate_first": not shapes.norms_first} if shapes.is_mamba else {}
-    got = gated_rms_norm(want, z, scale, 1e-6, **order)
-    yield "norm", [got], [gated_rms_norm_reference(want, z, scale, 1e-6, **order)]
+    told: dict[str, Any] = {"gate_first": not shapes.norms_first} if shapes.is_mamba else {}
+    told |= {"activation": "sigmoid"} if heads.keyed else {}
+    got = gated_rms_norm(want, z, scale, 1e-6, **told)
+    yield "norm", [got], [gated_rms_norm_reference(want, z, scale, 1e-6, **told)]
+
+
+def _operations(recurrence: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return a recurrence and its reference."""
+    if recurrence == "gated_delta":
+        return gated_delta, gated_delta_reference
+    return (kda, kda_reference) if recurrence == "kda" else (mamba2, mamba2_reference)
 
 
 def largest_error(got: list[Tensor], want: list[Tensor]) -> float:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltaline_kernels.gated_delta.inputs import MANY_HEADS as MANY_DELTA_HEADS
-from deltaline_kernels.gated_delta.inputs import DeltaHeads
+from deltaline_kernels.device.delta_rule.inputs import MANY_HEADS as MANY_DELTA_HEADS
+from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 
@@ -43,10 +43,16 @@ class Shapes:
     norms_heads: bool = True
     raw_gates: bool = False
     norms_first: bool = False
+    lower_bound: float | None = None
 
     @property
     def is_mamba(self) -> bool:
         return self.recurrence == "mamba2"
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether the mixer's state is in pages."""
+        return self.recurrence in ("attention", "latent_attention")
 
     @property
     def conv_activation(self) -> str | None:
@@ -58,6 +64,8 @@ class Shapes:
         """The keyword arguments of the recurrence."""
         if self.is_mamba:
             return {"num_groups": self.heads.num_key_heads, "dt_limit": self.dt_limit}
+        if self.recurrence == "kda":
+            return {"num_key_heads": self.heads.num_key_heads, "lower_bound": self.lower_bound}
         return {"num_key_heads": self.heads.num_key_heads}
 
 
@@ -100,3 +108,9 @@ def short_batches(max_draft: int, device: torch.device | str) -> dict[str, Rows]
             rows = Rows.build(lengths, lines, lines, lengths, zeros, zeros, max_short=max_draft, device=device)
             found[f"{num_rows} rows of {n}"] = rows
     return found
+
+
+def projected(fill: Fill, num_tokens: int, shapes: Shapes) -> Tensor:
+    """Make what the projection of a layer leaves, in its dtype: q, k, v, z, b and a side by side, `[T, *]`."""
+    heads = shapes.heads
+    return fill(num_tokens, heads.channels + heads.value_channels + 2 * heads.num_value_heads).to(shapes.dtype)

@@ -64,7 +64,7 @@ class AdapterPlan:
                 raise ModelError(f"{shown(name)}: expected layers named {prefix}N, as others are")
             prefix = prefix or tensor.prefix
             shape = layout.check(tensor, name)
-            key = (tensor.layer, tensor.module)
+            key = (tensor.layer, layout.stored(tensor.module))
             if key not in groups:
                 module_config = config.module(tensor.module_name)
                 if module_config is None:

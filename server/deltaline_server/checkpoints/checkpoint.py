@@ -32,13 +32,30 @@ METADATA = "__metadata__"
 MAX_REASON_CHARS = 200
 
 
+class StoredFp8(Protocol):
+    """A weight in e4m3 as it is stored. block: rows and columns of it, or of each of a stack, that have one scale."""
+
+    @property
+    def block(self) -> tuple[int, int]: ...
+
+    def read(self, rows: slice, columns: slice) -> Tensor:
+        """Read a part as TensorSource.read does, the bytes of its values: uint8."""
+
+    def read_scales(self) -> Tensor:
+        """Read the scales of all blocks, of every matrix `[block rows, block columns]`: fp32."""
+
+
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is and what it is: the file's own name, its shape, its dtype as safetensors spells it."""
+    """Where a tensor is and what it is: the file's own name, its shape, its dtype as safetensors spells it.
+
+    fp8: of one that is in e4m3 and read as what it stands for, the same as it is stored.
+    """
 
     file: str
     shape: tuple[int, ...]
     dtype: str
+    fp8: StoredFp8 | None = None
 
 
 @dataclass(frozen=True, order=True)

@@ -107,6 +107,15 @@ class ConfigReader:
             raise self.fail(key, "a positive number that fp32 holds")
         return float(value)
 
+    def negative(self, key: str) -> float | None:
+        """A number below 0; None where it is absent or null."""
+        value = self._values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not MIN_FLOAT <= -value <= MAX_FLOAT:
+            raise self.fail(key, "a negative number that fp32 holds, or null")
+        return float(value)
+
     def positives(self, key: str, count: int) -> tuple[float, ...] | None:
         """A list of so many; None where it is absent."""
         values = self._values.get(key)

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from deltaline_server.checkpoints.checkpoint import TensorSource
+from deltaline_kernels import FP8_BLOCK
+from deltaline_server.checkpoints.checkpoint import StoredFp8, TensorSource
+from deltaline_server.checkpoints.fp8.held import Blocks, Fp8Weight, served_blocks
 from deltaline_server.checkpoints.modules import ALL, Module, Packed, Placement, whole_sections
 from deltaline_server.ranks.ways import Ranks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a served projection that are multiplied at once: their number, their columns, and the modules that they
+    are of. blocks: of each module that stays in FP8, None of the others; all of a piece do, or none."""
+
+    rows: int
+    columns: int
+    modules: tuple[Module, ...]
+    blocks: tuple[Blocks | None, ...]
+
+    @property
+    def in_fp8(self) -> bool:
+        return self.blocks[0] is not None
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the weight, of a piece that is not in FP8 in this dtype."""
+        if not self.in_fp8:
+            return self.rows * self.columns * dtype.itemsize
+        scales = -(-self.rows // FP8_BLOCK) * -(-self.columns // FP8_BLOCK)
+        return self.rows * self.columns + scales * torch.float32.itemsize
 
 
 class LayerReader:
@@ -28,15 +53,41 @@ class LayerReader:
         """Read a part of a tensor, as its file has it; it may share memory with the file."""
         return self._source.read(self._prefix + name, rows, columns)
 
-    def projection(self, packed: Packed) -> Tensor:
-        """Load the modules of a served projection `[out, in]`, their rows one after the other, in the model's dtype."""
-        place = self.placement
-        parts = []
+    def fp8(self, name: str) -> StoredFp8 | None:
+        """A tensor in e4m3 as it is stored, None where it is not or is not read so."""
+        return self._source.info(self._prefix + name).fp8
+
+    def read_fp8(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Read the bytes of a part of a tensor that is in e4m3, uint8; it may share memory with the file."""
+        fp8 = self.fp8(name)
+        assert fp8 is not None
+        return fp8.read(rows, columns)
+
+    def pieces(self, packed: Packed) -> list[Piece]:
+        """Tell what a served projection is made of: its modules, those that are multiplied at once together.
+
+        Modules that stay in FP8 go on to one whose rows end within a block, the others as far as they go.
+        """
+        found, is_open = list[Piece](), False
         for module in self._modules:
-            if module.packed is packed:
-                read = partial(self.read, f"{module.name}.weight", columns=module.columns_of(place))
-                parts.append(module.order(read, place))
-        return self._put(torch.cat(parts))
+            if module.packed is not packed:
+                continue
+            fp8, blocks = self.fp8(f"{module.name}.weight"), None
+            if fp8 is not None and not packed.is_taken_apart:
+                blocks = served_blocks(module, fp8.block, self.placement)
+            rows, columns = module.served_shape(self.placement.world_size)
+            if is_open and found[-1].in_fp8 == (blocks is not None):
+                last = found.pop()
+                found.append(Piece(last.rows + rows, columns, (*last.modules, module), (*last.blocks, blocks)))
+            else:
+                found.append(Piece(rows, columns, (module,), (blocks,)))
+            is_open = blocks is None or rows % FP8_BLOCK == 0
+        return found
+
+    def projection(self, packed: Packed) -> list[Tensor | Fp8Weight]:
+        """Load the modules of a served projection `[out, in]`, their rows one after the other, in its pieces: those
+        that are not in FP8 in the model's dtype."""
+        return [self._fp8(piece) if piece.in_fp8 else self._plain(piece) for piece in self.pieces(packed)]
 
     def bias(self, packed: Packed) -> Tensor | None:
         """Load the biases of a served projection `[out]`, in the model's dtype.
@@ -75,6 +126,25 @@ class LayerReader:
     def vector(self, name: str) -> Tensor:
         """Load a whole vector, fp32."""
         return self._put(self.read(name), torch.float32)
+
+    def _plain(self, piece: Piece) -> Tensor:
+        """Load a piece in the model's dtype."""
+        place, parts = self.placement, []
+        for module in piece.modules:
+            read = partial(self.read, f"{module.name}.weight", columns=module.columns_of(place))
+            parts.append(module.order(read, place))
+        return self._put(torch.cat(parts))
+
+    def _fp8(self, piece: Piece) -> Fp8Weight:
+        """Load a piece that stays in FP8."""
+        place, values, scales = self.placement, list[Tensor](), list[Tensor]()
+        for module, blocks in zip(piece.modules, piece.blocks, strict=True):
+            fp8 = self.fp8(f"{module.name}.weight")
+            assert fp8 is not None and blocks is not None
+            scales.append(blocks.of(fp8.read_scales()))
+            values.append(module.order(partial(fp8.read, columns=module.columns_of(place)), place))
+        whole = self._put(torch.cat(values), torch.uint8)
+        return Fp8Weight(whole.view(torch.float8_e4m3fn), self._put(torch.cat(scales), torch.float32))
 
     def _put(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor on the device, contiguous, in `dtype` or the model's, sharing no memory with a file."""

@@ -61,13 +61,33 @@ class Packed(StrEnum):
 
     IN_PROJ = "in_proj"
     OUT_PROJ = "out_proj"
+    STEP_AND_KEYS = "step_and_keys"
+    """Of Mamba-1: from its channels to the low rank of their time steps, B and C."""
+    STEP = "step"
+    """From that rank to the time steps."""
+    DECAY = "decay"
+    """Of KDA: from a low rank to the decays of all key channels."""
+    OUT_GATE = "out_gate"
+    """Of KDA: from a low rank to the gates of its outputs."""
     ATTENTION_IN = "attention_in"
     """Of attention beside another mixer."""
     ATTENTION_OUT = "attention_out"
+    QUERY_UP = "query_up"
+    """Of latent attention, queries of their low rank."""
+    LATENT_UP = "latent_up"
+    """Keys and values of latents."""
     LINEAR = "linear"
     """Behind a block that layers share."""
     GATE_UP = "gate_up"
     DOWN = "down"
+    LATENTS_IN = "latents_in"
+    """Before experts that compute on latents, and behind them."""
+    LATENTS_OUT = "latents_out"
+
+    @property
+    def is_taken_apart(self) -> bool:
+        """Whether heads have its parts by themselves, in the model's dtype."""
+        return self is Packed.LATENT_UP
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,12 @@ class RandomTensors:
         """Draw a part of a tensor, fp32: `rows` of its first dimension, `columns` of its second where it has two."""
         shape = self._shapes[name]
         key = int.from_bytes(hashlib.sha256(f"{self._seed}:{name}".encode()).digest()[:8], "little", signed=True)
-        if len(shape) > 1:
+        is_rate = name.endswith(".A_log")  # of KDA perhaps of four dimensions, all but one of which are 1
+        if len(shape) > 1 and not (is_rate and math.prod(shape) == max(shape)):
             values = _normal(key, shape, rows, columns, self._device)
             return values.mul_(shape[-1] ** -0.5)
         generator = torch.Generator().manual_seed(key)
-        if name.endswith(".A_log"):
+        if is_rate:
             vector = torch.empty(shape).uniform_(1, 16, generator=generator).log_()
         elif name.endswith(".dt_bias"):
             # The inverse of softplus, of time steps whose logarithm is uniform.

@@ -42,7 +42,7 @@ class RespelledTensors:
         if len(infos) == 1 or len(sizes) > 1 or not all(info.shape for info in infos):
             return infos[0]
         rows = sum(info.shape[0] for info in infos)
-        return replace(infos[0], shape=(rows, *infos[0].shape[1:]), dtype=" and ".join(dtypes))
+        return replace(infos[0], shape=(rows, *infos[0].shape[1:]), dtype=" and ".join(dtypes), fp8=None)
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Read a part of a tensor."""

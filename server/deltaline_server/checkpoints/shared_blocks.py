@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class SharedBlocks:
         if len(a) != 2 or len(b) != 2 or (b[0], a[1]) != info.shape or a[0] != b[1]:
             expected = f"low-rank matrices of a weight of shape {list(info.shape)}"
             raise ModelError(f"{matrices}0.weight: expected {expected}, got {list(a)} and {list(b)}")
-        return info
+        return replace(info, fp8=None)
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Read a part of a tensor; of one with low-rank matrices in fp32, rounded once to the weight's dtype."""

@@ -29,7 +29,7 @@ from deltaline_server.engine.rank_orders import (
     transfer_order,
     zero_order,
 )
-from deltaline_server.engine.rank_pulse import Beating, Listening
+from deltaline_server.engine.rank_pulse import END_S, Pulse
 from deltaline_server.ranks.ways import Ways
 from deltaline_server.step import StepBatch
 from deltaline_server.tables.pages import PagesPlaced
@@ -52,7 +52,8 @@ class LeadingExecutor:
         self._own, self._orders, self._telling, self._lost = own, ways.orders, threading.Lock(), lost
         self.is_asynchronous = own.is_asynchronous
         self.is_gone = False
-        self._listening = Listening(ways.beats, self._lose)
+        others = range(1, ways.beats.world_size)
+        self._pulses = [Pulse(ways.beats, rank, partial(self._lose, rank)) for rank in others]
 
     def prepare(self, report: Report) -> None:
         self._tell(*bare_order(Order.PREPARE))
@@ -88,13 +89,13 @@ class LeadingExecutor:
 
     def close(self) -> None:
         """End the other ranks too; nothing is told, nor waited for, where one is gone."""
-        if self.is_gone:
-            self._listening.stop(end_s=0.0)
-            return
-        with contextlib.suppress(RuntimeError):  # of a rank that has just gone
-            self._tell(*bare_order(Order.END))
-        self._own.close()
-        self._listening.stop()
+        if not self.is_gone:
+            with contextlib.suppress(RuntimeError):  # of a rank that has just gone
+                self._tell(*bare_order(Order.END))
+            self._own.close()
+        for pulse in self._pulses:
+            pulse.stop(0.0 if self.is_gone else END_S)
+        self._orders.close()
 
     def counts(self) -> DeviceCounts:
         return self._own.counts()
@@ -102,7 +103,7 @@ class LeadingExecutor:
     def _tell(self, header: Integers, integers: Integers) -> None:
         with self._telling:
             for message in messages_of(header, integers):
-                self._orders.broadcast(torch.from_numpy(message))
+                self._orders.tell(message)
 
     def _lose(self, rank: int, why: str) -> None:
         self.is_gone = True
@@ -117,20 +118,21 @@ def follow(executor: Executor, ways: Ways, copy: Callable[[Integers], None], los
     transfer failed, whatever this one waits for.
     Raises RuntimeError when a rank is gone, and what the executor raises: this rank is no longer where the others are.
     """
-    orders, beating = ways.orders, Beating(ways.beats, lost)
+    orders, pulse = ways.orders, Pulse(ways.beats, 0, lambda why: lost())
     first = np.empty(FIRST_INTEGERS, dtype=np.int32)
     launched: deque[Launched] = deque()
     with torch.inference_mode():
         while True:
-            orders.broadcast(torch.from_numpy(first))
+            orders.hear(first)
             fields, integers, rest = opened(first)
             if len(rest):
-                orders.broadcast(torch.from_numpy(rest))
+                orders.hear(rest)
             if fields[0] == Order.END:
                 while launched:
                     launched.popleft().result()
                 executor.close()
-                beating.stop()
+                pulse.stop()
+                orders.close()
                 return
             if fields[0] == Order.PREPARE:
                 executor.prepare(lambda done, total: None)

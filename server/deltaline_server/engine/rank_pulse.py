@@ -1,4 +1,4 @@
-"""Whether the ranks of a server live: each but rank 0 says so again and again, and rank 0 listens."""
+"""Whether the ranks of a server live: rank 0 and each of the others say so to each other, again and again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from deltaline_server.ranks.ways import Ranks
 
 BEAT_S = 0.5
-# Time for the others to say that they end.
+# Time for the other one to say that it ends.
 END_S = 5.0
 # Beats that may be missing. They are counted by a clock that stands still when all of the host does.
 MISSED = 7
@@ -25,82 +25,72 @@ class _Says(IntEnum):
     ENDS = 1
 
 
-class Listening:
-    """What rank 0 hears of the others, on a way of their own; a thread for each rank, and one that counts.
+class Pulse:
+    """What this rank says to another one, and hears of it. It speaks, listens and counts on threads of their own, as it
+    may wait for ever to be heard.
 
-    gone: called once for each rank that ends without a word or falls silent, with why, on such a thread.
+    gone: called once, on such a thread, when the other one ends without a word or falls silent, with why.
     """
 
-    def __init__(self, way: Ranks, gone: Callable[[int, str], None]) -> None:
-        self._way, self._gone = way, gone
-        self._missed = dict.fromkeys(range(1, way.world_size), 0)
+    def __init__(self, way: Ranks, rank: int, gone: Callable[[str], None]) -> None:
+        """way: of the pulses alone. rank: the other one."""
+        self._way, self._rank, self._gone = way, rank, gone
+        # None before the other one has said anything: it may have more to prepare.
+        self._missed: int | None = None
+        self._is_expected = True
         self._lock, self._is_over = threading.Lock(), threading.Event()
         self._threads = [
-            threading.Thread(target=self._listen, args=(rank,), name=f"rank {rank}", daemon=True)
-            for rank in self._missed
+            threading.Thread(target=do, name=f"rank {rank}", daemon=True) for do in (self._speak, self._listen)
         ]
         for thread in self._threads:
             thread.start()
-        threading.Thread(target=self._count, name="ranks", daemon=True).start()
+        threading.Thread(target=self._count, name=f"count {rank}", daemon=True).start()
 
     def stop(self, end_s: float = END_S) -> None:
-        """Report nobody any more, and give all so many seconds to end."""
+        """Say that this rank ends, and give the other one so many seconds to say so too."""
         self._is_over.set()
         last_s = time.monotonic() + end_s
         for thread in self._threads:
             thread.join(max(0.0, last_s - time.monotonic()))
 
-    def _listen(self, rank: int) -> None:
-        said = torch.empty(1, dtype=torch.int32)
+    def _speak(self) -> None:
         try:
-            while True:
-                self._way.take(said, rank)
-                if int(said) == _Says.ENDS:
-                    self._leave(rank)
-                    return
-                with self._lock:
-                    if rank in self._missed:
-                        self._missed[rank] = 0
+            self._say(_Says.LIVES)  # at once: nothing is expected of who has said nothing yet
+            while not self._is_over.wait(BEAT_S):
+                self._say(_Says.LIVES)
+            self._say(_Says.ENDS)
         except RuntimeError:
-            self._lose(rank, "it ended")
+            self._lose("it ended")
+
+    def _say(self, what: _Says) -> None:
+        self._way.give(torch.tensor([what], dtype=torch.int32), self._rank)
+
+    def _listen(self) -> None:
+        said = torch.zeros(1, dtype=torch.int32)
+        try:
+            while int(said) != _Says.ENDS:
+                self._way.take(said, self._rank)
+                self._missed = 0
+        except RuntimeError:
+            self._lose("it ended")
+        else:
+            self._leave()
 
     def _count(self) -> None:
         while not self._is_over.wait(BEAT_S):
-            with self._lock:
-                for rank in self._missed:
-                    self._missed[rank] += 1
-                silent = [rank for rank, missed in self._missed.items() if missed > MISSED]
-            for rank in silent:
-                self._lose(rank, "it is silent")
+            if self._missed is None:
+                continue
+            self._missed += 1
+            if self._missed > MISSED:
+                self._lose("it is silent")
+                return
 
-    def _leave(self, rank: int) -> bool:
-        """Expect nothing more of a rank; whether anything was."""
+    def _leave(self) -> bool:
+        """Expect nothing more of the other one; whether anything was."""
         with self._lock:
-            return self._missed.pop(rank, None) is not None
+            was, self._is_expected = self._is_expected, False
+        return was
 
-    def _lose(self, rank: int, why: str) -> None:
-        if self._leave(rank) and not self._is_over.is_set():
-            self._gone(rank, why)
-
-
-class Beating:
-    """What another rank than 0 says, from a thread of its own. lost: called there, once, when rank 0 is gone."""
-
-    def __init__(self, way: Ranks, lost: Callable[[], None]) -> None:
-        self._way, self._lost, self._is_over = way, lost, threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="beats", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Say that this rank ends. Raises RuntimeError when rank 0 is gone."""
-        self._is_over.set()
-        self._thread.join()
-        self._way.give(torch.tensor([_Says.ENDS], dtype=torch.int32), 0)
-
-    def _beat(self) -> None:
-        lives = torch.tensor([_Says.LIVES], dtype=torch.int32)
-        try:
-            while not self._is_over.wait(BEAT_S):
-                self._way.give(lives, 0)
-        except RuntimeError:
-            self._lost()
+    def _lose(self, why: str) -> None:
+        if self._leave() and not self._is_over.is_set():
+            self._gone(why)

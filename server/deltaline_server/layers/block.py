@@ -9,21 +9,19 @@ of a batch that have adapters, None where none has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels import AdapterTiles, LoraWeights, Rows, add_rms_norm, rms_norm, silu_and_mul
-from deltaline_server.checkpoints.activation import Activation
+from deltaline_kernels import AdapterTiles, LoraWeights, Rows, add_rms_norm, rms_norm
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import MLP, MlpNames, Module, Packed, mlp_modules
-from deltaline_server.layers.experts import EXPERTS, ExpertNames, Experts, expert_tensors
-from deltaline_server.layers.projection import load_projection, scaled
-from deltaline_server.layers.shapes import ExpertsShape
+from deltaline_server.layers.expert_shape import ExpertsShape
+from deltaline_server.layers.experts import EXPERTS, ExpertNames, Experts, expert_modules, expert_tensors
+from deltaline_server.layers.mlp import Mlp
 from deltaline_server.ranks.ways import Ranks
 
 
@@ -84,37 +82,6 @@ class Residual:
         return rms_norm(made, self.norm, self.eps) if self.norms_output else made
 
 
-class Mlp:
-    """An MLP. Ranks share its inner channels."""
-
-    def __init__(
-        self,
-        reader: LayerReader,
-        adapters: Mapping[Packed, LoraWeights],
-        *,
-        activation: Activation = Activation.SILU,
-        has_bias: bool,
-        scales: Sequence[float] = (1.0, 1.0),
-    ) -> None:
-        """Load it. The rows of gate_up are gate | up, or up alone. scales: of gates, and of the output."""
-        self._activation = activation
-        self._gate_scale, self._scale = scales
-        self.gate_up = load_projection(reader, Packed.GATE_UP, adapters, has_bias=has_bias)
-        self.down = load_projection(reader, Packed.DOWN, adapters, has_bias=has_bias)
-
-    def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
-        """Compute `[T, hidden]` from `[T, hidden]`; it has no state."""
-        inner = self.gate_up(hidden, tiles)
-        if self._activation is Activation.RELU2:
-            return self.down(F.relu(inner).square(), tiles)
-        if self._gate_scale != 1.0:
-            inner.chunk(2, dim=-1)[0].mul_(self._gate_scale)
-        if self._activation is Activation.GELU:
-            gate, up = inner.chunk(2, dim=-1)
-            return scaled(self.down(F.gelu(gate).mul_(up), tiles), self._scale)
-        return scaled(self.down(silu_and_mul(inner), tiles), self._scale)
-
-
 @dataclass(frozen=True)
 class Block:
     """A decoder layer: its residual branches, the mixer's first. It computes as a part of a stack (stack.py)."""
@@ -142,8 +109,8 @@ class Blocks:
     """The blocks of a model: a branch for each norm, around the mixer, and then around an MLP or experts.
 
     intermediate_size: of the MLP. in_fp32: whether sums are kept in fp32. experts: None where there is an MLP, if any.
-    has_mlp_bias: whether its projections have biases. scale: of what branches add. mlp_scales: as Mlp has them.
-    has_mixer: whether there is one; has_mlp: whether there is an MLP or a mixture of experts.
+    has_mlp_bias: whether its projections have biases. scale: of what branches add. mlp_scales, mlp_limit: as Mlp has
+    them. has_mixer: whether there is one; has_mlp: whether there is an MLP or a mixture of experts.
     """
 
     stored: BlockNames
@@ -155,6 +122,7 @@ class Blocks:
     has_mlp_bias: bool = False
     scale: float = 1.0
     mlp_scales: tuple[float, ...] = (1.0, 1.0)
+    mlp_limit: float = 0.0
     has_mixer: bool = True
     has_mlp: bool = True
 
@@ -172,8 +140,10 @@ class Blocks:
     @property
     def modules(self) -> tuple[Module, ...]:
         """The linear modules beside the mixer's."""
-        if not self.has_mlp or self.experts is not None:
+        if not self.has_mlp:
             return ()
+        if self.experts is not None:
+            return expert_modules(self.stored.experts, self.hidden_size, self.experts)
         return mlp_modules(self.stored.mlp, self.hidden_size, self.intermediate_size)
 
     @property
@@ -194,8 +164,8 @@ class Blocks:
             inner.append(Experts(reader, self.stored.experts, self.hidden_size, self.experts))
         elif self.has_mlp:
             activation = self.stored.mlp.activation
-            has_bias, scales = self.has_mlp_bias, self.mlp_scales
-            inner.append(Mlp(reader, adapters, activation=activation, has_bias=has_bias, scales=scales))
+            has_bias, scales, limit = self.has_mlp_bias, self.mlp_scales, self.mlp_limit
+            inner.append(Mlp(reader, adapters, activation=activation, has_bias=has_bias, scales=scales, limit=limit))
         branches = (
             Residual(
                 layer,

@@ -20,10 +20,11 @@ from deltaline_server.checkpoints.modules import (
     without_adapters,
 )
 from deltaline_server.checkpoints.shared_blocks import BLOCK
-from deltaline_server.layers.attention import Attention, AttentionFamily
-from deltaline_server.layers.block import Layer, Mlp
+from deltaline_server.layers.block import Layer
 from deltaline_server.layers.kv_cache import KvState
-from deltaline_server.layers.mamba2 import Mamba2, Mamba2Family
+from deltaline_server.layers.mixers.attention import Attention, AttentionFamily
+from deltaline_server.layers.mixers.mamba2 import Mamba2, Mamba2Family
+from deltaline_server.layers.mlp import Mlp
 from deltaline_server.layers.projection import load_projection
 from deltaline_server.layers.state_pool import LayerState
 

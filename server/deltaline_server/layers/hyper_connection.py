@@ -90,7 +90,7 @@ class HyperBlocks:
 
 
 class HyperHead:
-    """Joins the streams behind the last layer, before the final norm."""
+    """Joins the streams behind the last layer, before the final norm, by gates of its own."""
 
     def __init__(self, reader: LayerReader, streams: StreamConfig, rms_eps: float) -> None:
         """Load it: weight `[streams, streams * hidden]`, scale `[1]`, base `[streams]`, all fp32."""
@@ -104,8 +104,18 @@ class HyperHead:
         return mhc_head(residual, self._weight, self._scale, self._base, self._rms_eps, self._pre_eps)
 
 
+class MeanHead:
+    """Joins the streams behind the last layer, before the final norm, by their mean."""
+
+    def join(self, residual: Tensor) -> Tensor:
+        """The mean `[T, hidden]` of streams `[T, streams, hidden]`, rounded once."""
+        return residual.mean(dim=1)
+
+
 def head_tensors(streams: StreamConfig, hidden_size: int) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the head's tensors, as they are stored behind the name of the module that has the layers."""
+    if streams.averages:
+        return {}
     count = streams.count
     return {HEAD + "hc_fn": (count, count * hidden_size), HEAD + "hc_scale": (1,), HEAD + "hc_base": (count,)}
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.layers.shapes import AttentionShape
+from deltaline_server.layers.shapes import PagedShape
 
 # Tokens of a sequence for which there are pages, on average, where --state-bytes sets no limit.
 USUAL_TOKENS = 2048
@@ -26,8 +26,9 @@ COPIES = 8
 class KvState:
     """Keys and values of one layer, and the table of all: what an attention mixer mutates and reads.
 
-    k_pages, v_pages `[pages, page_size, HKV, D]` in the model's dtype; page 0 belongs to no sequence. page_table int32
-    `[L, max_pages]`: the pages of each line; what is behind a line's last token means nothing.
+    k_pages, v_pages `[pages, page_size, HKV, D]` in the model's dtype; page 0 belongs to no sequence. Of latents both
+    are the same memory. page_table int32 `[L, max_pages]`: the pages of each line; what is behind a line's last token
+    means nothing.
     """
 
     k_pages: Tensor
@@ -70,14 +71,14 @@ def check_page_size(page_size: int) -> None:
 
 
 def plan_cache(
-    shapes: Sequence[AttentionShape], num_lines: int, page_size: int, room_bytes: int | None, dtype: torch.dtype
+    shapes: Sequence[PagedShape], num_lines: int, page_size: int, room_bytes: int | None, dtype: torch.dtype
 ) -> KvPlan:
     """Say how many pages there are for these layers, 0 or fewer where the room is too small; allocate nothing.
 
     room_bytes: what is left for them and for the table; None for no limit: then pages are for USUAL_TOKENS tokens of
     every line, and for one sequence of the most tokens that there can be.
     """
-    page_bytes = sum(2 * page_size * shape.key_channels for shape in shapes) * dtype.itemsize
+    page_bytes = page_size * sum(map(kept_values, shapes)) * dtype.itemsize
     longest = shapes[0].max_positions
     # Sequences share no pages, so the last page of each is partly empty.
     usual, most = (-(-tokens // page_size) for tokens in (min(longest, USUAL_TOKENS), longest))
@@ -94,16 +95,27 @@ def plan_cache(
 
 
 def allocate_cache(
-    shapes: Sequence[AttentionShape], plan: KvPlan, num_lines: int, dtype: torch.dtype, device: torch.device
+    shapes: Sequence[PagedShape], plan: KvPlan, num_lines: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[KvState], list[Tensor]]:
     """Allocate the pages of each layer, and one table for all.
 
-    Beside the layers' states, the tensors `[2 * layers, pages, page_size, HKV, D]` in which the pages of layers that
-    are alike lie together, so that a page is copied in all of them at once.
+    Beside the layers' states, the tensors `[2 * layers, pages, page_size, HKV, D]`, of latents `[layers, ..]`, in which
+    the pages of layers that are alike lie together, so that a page is copied in all of them at once.
     """
     table = torch.zeros(num_lines + 1, plan.max_pages, dtype=torch.int32, device=device)
     sizes = [(plan.num_pages + 1, plan.page_size, shape.num_kv_heads, shape.head_dim) for shape in shapes]
-    blocks = {size: torch.zeros(2 * count, *size, dtype=dtype, device=device) for size, count in Counter(sizes).items()}
+    counts = Counter[tuple[int, ...]]()
+    for size, shape in zip(sizes, shapes, strict=True):
+        counts[size] += shape.page_parts
+    blocks = {size: torch.zeros(count, *size, dtype=dtype, device=device) for size, count in counts.items()}
     rest = {size: iter(block.unbind()) for size, block in blocks.items()}
-    states = [KvState(next(rest[size]), next(rest[size]), table) for size in sizes]
+    states = []
+    for size, shape in zip(sizes, shapes, strict=True):
+        parts = [next(rest[size]) for _ in range(shape.page_parts)]
+        states.append(KvState(parts[0], parts[-1], table))
     return states, list(blocks.values())
+
+
+def kept_values(shape: PagedShape) -> int:
+    """Values that a token is kept as."""
+    return shape.page_parts * shape.num_kv_heads * shape.head_dim

@@ -1,4 +1,4 @@
-"""Sizes and constants of mixers and experts: what the config says, and what follows for projections and state."""
+"""Sizes and constants of mixers: what the config says, and what follows for projections and state."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
-from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ModelError
-
-# How experts are scored by their logits.
-SOFTMAX, SIGMOID = "softmax", "sigmoid"
+from deltaline_server.layers.latent_shape import LatentShape
+from deltaline_server.layers.rope_scaling import RopeScaling
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,12 @@ class RecurrentShape:
     @property
     def record(self) -> int:
         """Values that a draft token is kept as: its key, its update, its gates."""
-        return self.key_channels + self.value_channels + self.num_value_heads
+        return self.key_channels + self.value_channels + self.num_value_heads * self.head_gates
+
+    @property
+    def head_gates(self) -> int:
+        """Gates of one head in the record of a draft token."""
+        return 1
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,33 @@ class GatedDeltaNetShape(RecurrentShape):
         """Return one rank's share: whole key heads and their value heads. Raises ModelError if that can't be done."""
         key_heads = _share(self.num_key_heads, "key heads", world_size)
         return replace(self, num_key_heads=key_heads, num_value_heads=self.num_value_heads // world_size)
+
+
+@dataclass(frozen=True)
+class KdaShape(RecurrentShape):
+    """Sizes of a KDA mixer, whose key heads are its value heads. lower_bound: of the log decay of a key channel, None
+    for none."""
+
+    lower_bound: float | None = None
+
+    @property
+    def head_gates(self) -> int:
+        """A decay of each key channel."""
+        return self.key_dim
+
+    @property
+    def gate_rank(self) -> int:
+        """Channels that decays are made of, and the gates of outputs."""
+        return self.value_dim
+
+    def test_sizes(self) -> dict[str, Any]:
+        """The arguments of the kernels' self-test for a model with such mixers."""
+        return asdict(self) | {"recurrence": "kda"}
+
+    def shard(self, world_size: int) -> Self:
+        """Return one rank's share: whole heads. Raises ModelError if that can't be done."""
+        heads = _share(self.num_value_heads, "heads", world_size)
+        return replace(self, num_key_heads=heads, num_value_heads=heads)
 
 
 @dataclass(frozen=True)
@@ -123,6 +153,61 @@ class Mamba2Shape(RecurrentShape):
 
 
 @dataclass(frozen=True)
+class Mamba1Shape(RecurrentShape):
+    """Sizes and constants of a Mamba-1 mixer: the channels are the values, in heads that ranks share out; B and C of
+    S = key_dim states are one key head's, which all ranks have. A draft token's gates are the channels' time steps.
+
+    step_rank: channels that time steps are projected from. norm_eps: of the norms of those, B and C, 0 where there is
+    none; has_norm_weights: whether these have weights. has_conv_bias, has_bias: whether the convolution has a bias, and
+    whether the first and the last projection have.
+    """
+
+    step_rank: int
+    norm_eps: float
+    has_norm_weights: bool
+    has_conv_bias: bool
+    has_bias: bool
+
+    @classmethod
+    def of(cls, channels: int, state_dim: int, conv_width: int, **more: Any) -> Self:
+        """Of so many channels, in heads as those of ShortConvShape."""
+        size = math.gcd(channels, 16)
+        return cls(1, channels // size, state_dim, size, conv_width, **more)
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: the values alone."""
+        return self.value_channels
+
+    @property
+    def head_gates(self) -> int:
+        """A time step of each channel."""
+        return self.value_dim
+
+    @property
+    def projected(self) -> tuple[int, int, int]:
+        """Channels of the parts of the second projection: time steps' rank, B and C."""
+        return self.step_rank, self.key_dim, self.key_dim
+
+    def test_sizes(self) -> dict[str, Any]:
+        """The arguments of the kernels' self-test for a model with such mixers."""
+        return {
+            "recurrence": "mamba1",
+            "num_key_heads": 0,
+            "num_value_heads": 1,
+            "key_dim": self.key_dim,
+            "value_dim": self.value_channels,
+            "conv_width": self.conv_width,
+            "has_conv_bias": self.has_conv_bias,
+        }
+
+    def shard(self, world_size: int) -> Self:
+        """Return one rank's share: whole heads of channels. Raises ModelError if that can't be done."""
+        what = f"heads of {self.value_dim} channels"
+        return replace(self, num_value_heads=_share(self.num_value_heads, what, world_size))
+
+
+@dataclass(frozen=True)
 class ShortConvShape(RecurrentShape):
     """Sizes of a mixer whose only state is that of its convolution: the channels are the values, in heads that ranks
     share out; there are no keys, so that the recurrent state `[HV, V, 0]` is empty, and a draft token leaves no record.
@@ -175,10 +260,10 @@ class QkNorm(StrEnum):
 class AttentionShape:
     """Sizes and constants of an attention mixer, of the whole layer or of one rank's share.
 
-    rotary_dim: the first channels of a head, which are rotated, 0 for none; rope_theta: the base of their wavelengths.
-    max_positions: most tokens of a sequence. has_bias: whether all projections have one. is_gated: whether the output
-    has a gate. scale: of the products of queries and keys, None for head_dim ** -0.5. input_scale, output_scale: what
-    input and output are multiplied by.
+    rotary_dim: the first channels of a head, which are rotated, 0 for none; rope_theta: the base of their wavelengths;
+    rope_scaling: what is made of these, None for nothing. max_positions: most tokens of a sequence. has_bias: whether
+    all projections have one. is_gated: whether the output has a gate. scale: of the products of queries and keys, None
+    for head_dim ** -0.5. input_scale, output_scale: what input and output are multiplied by.
     """
 
     num_heads: int
@@ -193,6 +278,7 @@ class AttentionShape:
     scale: float | None = None
     input_scale: float = 1.0
     output_scale: float = 1.0
+    rope_scaling: RopeScaling | None = None
 
     @property
     def query_channels(self) -> int:
@@ -203,6 +289,11 @@ class AttentionShape:
     def key_channels(self) -> int:
         """Channels of all keys, HKV * D; values have as many."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def page_parts(self) -> int:
+        """Tensors of pages: keys and values."""
+        return 2
 
     @property
     def table_channels(self) -> int:
@@ -238,46 +329,10 @@ class AttentionShape:
         )
 
 
-MixerShape = GatedDeltaNetShape | Mamba2Shape | ShortConvShape | AttentionShape
+PagedShape = AttentionShape | LatentShape
+"""The sizes of a mixer whose state is in pages: of a token num_kv_heads of head_dim channels in each of page_parts."""
+MixerShape = GatedDeltaNetShape | KdaShape | Mamba1Shape | Mamba2Shape | ShortConvShape | PagedShape
 """The sizes of any mixer."""
-
-
-@dataclass(frozen=True)
-class ExpertsShape:
-    """Sizes of a mixture of experts, of the whole layer or of one rank's share.
-
-    A token has `top_k` of `num_experts`, those of the largest score, and one more that all tokens have, behind a gate
-    if has_shared_gate. intermediate_size: of each expert; shared_size: of that one, 0 where there is none. normalises:
-    whether the weights of a token's experts are divided by their sum. scoring: a softmax over the logits, or the
-    sigmoid of each, to which a bias is added where experts are chosen, if the family has one and has_score_bias.
-    num_groups: of experts; a token's are in the top_groups best. weight_scale: of the weights of those that are chosen.
-    """
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    shared_size: int
-    normalises: bool
-    has_shared_gate: bool = True
-    activation: Activation = Activation.SILU
-    scoring: str = SOFTMAX
-    num_groups: int = 1
-    top_groups: int = 1
-    weight_scale: float = 1.0
-    has_score_bias: bool = True
-
-    @property
-    def num_shared(self) -> int:
-        """How many experts of intermediate_size the shared one is: its inner channels are independent of each other."""
-        return -(-self.shared_size // self.intermediate_size)
-
-    def shard(self, world_size: int) -> Self:
-        """Return one rank's share of each expert's inner channels. Raises ModelError if that can't be done."""
-        inner, shared = self.intermediate_size, self.shared_size
-        if inner % world_size or shared % world_size:
-            expected = f"a divisor of {inner} channels of an expert and {shared} of the shared one"
-            raise ModelError(f"--tensor-parallel: expected {expected}, got {world_size}")
-        return replace(self, intermediate_size=inner // world_size, shared_size=shared // world_size)
 
 
 def _share(count: int, what: str, world_size: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from deltaline_kernels import AdapterTiles, Rows, mhc_post, mhc_post_pre, mhc_pre
 from deltaline_server.layers.block import Block, Layer
 from deltaline_server.layers.hybrid import SharedBlock
-from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
+from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead, MeanHead
 from deltaline_server.step import SpanShapes
 
 
@@ -82,7 +82,9 @@ class EmbeddingStack:
 class HyperStack:
     """Layers whose branches are joined to streams, and the ends of the model that are the span's."""
 
-    def __init__(self, blocks: Sequence[HyperBlock], ends: SpanShapes, streams: int, head: HyperHead | None) -> None:
+    def __init__(
+        self, blocks: Sequence[HyperBlock], ends: SpanShapes, streams: int, head: HyperHead | MeanHead | None
+    ) -> None:
         """ends: streams of the input or output 0 where they begin or end here. head: None where they do not end."""
         # Each connection with the place of its layer.
         self._connections = [(i, one) for i, block in enumerate(blocks) for one in block.connections]
@@ -125,7 +127,7 @@ def make_stack(
     layers: Sequence[Layer | Block | HyperBlock | SharedBlock],
     ends: SpanShapes,
     streams: int,
-    load_head: Callable[[], HyperHead],
+    load_head: Callable[[], HyperHead | MeanHead],
 ) -> Stack:
     """Make the stack of a span's layers, which are of one kind, and one where they are mixers; but blocks may stand
     beside those that are shared. streams: 0 where layers pass on `[T, hidden]`."""

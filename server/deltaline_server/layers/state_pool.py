@@ -18,16 +18,16 @@ from torch import Tensor
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.kv_cache import KvPlan, allocate_cache, check_page_size, plan_cache
-from deltaline_server.layers.shapes import AttentionShape, MixerShape, RecurrentShape
+from deltaline_server.layers.shapes import MixerShape, PagedShape, RecurrentShape
 
 
 @dataclass(frozen=True)
 class LayerState:
     """The state of one recurrent layer, L lines: all that its mixer mutates.
 
-    conv `[L, W-1+M, D]` in the model's dtype; recurrent `[L, HV, V, K]` (Mamba2 `[L, H, P, S]`) fp32 or bf16;
-    drafts `[L, 2, M, record]` fp32, the record of a token as the mixer's shape says. Of a short convolution the last
-    two are empty.
+    conv `[L, W-1+M, D]` in the model's dtype; recurrent `[L, HV, V, K]` (Mamba2 `[L, H, P, S]`, Mamba-1
+    `[L, HV, V, S]`) fp32 or bf16; drafts `[L, 2, M, record]` fp32, the record of a token as the mixer's shape says. Of
+    a short convolution the last two are empty.
     """
 
     conv: Tensor
@@ -116,7 +116,7 @@ class StatePool:
         self.max_draft = options.max_draft
         self.state_dtype = options.state_dtype
         self.device = device
-        paged = [shape for shape in shapes if isinstance(shape, AttentionShape)]
+        paged = [shape for shape in shapes if isinstance(shape, PagedShape)]
         try:
             caches, self.page_blocks = (
                 allocate_cache(paged, plan.kv, self.num_lines, dtype, device) if plan.kv else ([], [])
@@ -200,8 +200,8 @@ def plan_state(shapes: Sequence[MixerShape], options: StateOptions, dtype: torch
         raise ModelError(f"max_draft: expected at least 1, got {options.max_draft}")
     if options.state_dtype not in (torch.float32, torch.bfloat16):
         raise ModelError(f"state_dtype: expected float32 or bfloat16, got {options.state_dtype}")
-    paged = [shape for shape in shapes if isinstance(shape, AttentionShape)]
-    plans = [_line_shapes(shape, options, dtype) for shape in shapes if not isinstance(shape, AttentionShape)]
+    paged = [shape for shape in shapes if isinstance(shape, PagedShape)]
+    plans = [_line_shapes(shape, options, dtype) for shape in shapes if not isinstance(shape, PagedShape)]
     line_bytes = sum(math.prod(size) * kind.itemsize for plan in plans for size, kind in plan)
     if options.snapshot_lines < 0:
         raise ModelError(f"snapshot_lines: expected at least 0, got {options.snapshot_lines}")
@@ -236,7 +236,7 @@ def _allocate_lines(
     """Allocate the lines of the recurrent layers among these."""
     alike: dict[RecurrentShape, list[int]] = {}
     for place, shape in enumerate(shapes):
-        if not isinstance(shape, AttentionShape):
+        if not isinstance(shape, PagedShape):
             alike.setdefault(shape, []).append(place)
     return tuple(
         LineBlock(

@@ -18,12 +18,13 @@ class StreamConfig:
     """Hyper-connections of a checkpoint, as transformers' deepseek_v4 names and computes them.
 
     count: residual streams. sinkhorn_iters: normalisations of the matrix that mixes them. eps: what is added to its
-    entries, to its sums and to the gates.
+    entries, to its sums and to the gates. averages: whether behind the last layer their mean joins them, and no gates.
     """
 
     count: int
     sinkhorn_iters: int
     eps: float
+    averages: bool = False
 
 
 class StreamEnds(StrEnum):
@@ -46,14 +47,18 @@ class StreamEnds(StrEnum):
         return self in (StreamEnds.HEAD, StreamEnds.BOTH)
 
 
-def stream_config(config: ConfigReader) -> StreamConfig | None:
-    """Read what a config says of residual streams; None where it says nothing. Raises ModelError naming the key."""
-    if config.get("hc_mult") is None:
+def stream_config(config: ConfigReader, usual: int | None = None, *, averages: bool = False) -> StreamConfig | None:
+    """Read what a config says of residual streams; None where it says nothing. Raises ModelError naming the key.
+
+    usual: how many there are where it says nothing, None for none. averages: as StreamConfig has it.
+    """
+    if config.get("hc_mult") is None and usual is None:
         return None
     return StreamConfig(
-        count=config.integer("hc_mult", 1, MAX_STREAMS),
+        count=config.integer("hc_mult", 1, MAX_STREAMS, default=usual),
         sinkhorn_iters=config.integer("hc_sinkhorn_iters", 1, MAX_SINKHORN_ITERS, default=20),
         eps=config.positive("hc_eps", default=1e-6),
+        averages=averages,
     )
 
 

@@ -10,13 +10,18 @@ from typing import Any
 
 from deltaline_server.checkpoints.activation import Activation
 from deltaline_server.checkpoints.config_reader import ConfigReader, ModelError, read_json_object
-from deltaline_server.checkpoints.quantization import Quantization
+from deltaline_server.checkpoints.fp8.quantization import Quantization
 from deltaline_server.errors import shown
-from deltaline_server.layers.shapes import SOFTMAX, AttentionShape, ExpertsShape, MixerShape, QkNorm
+from deltaline_server.layers.expert_shape import SOFTMAX, ExpertsShape
+from deltaline_server.layers.latent_shape import LatentShape
+from deltaline_server.layers.shapes import MixerShape, PagedShape, QkNorm
 from deltaline_server.layers.streams import StreamConfig, stream_config
-from deltaline_server.models.families import FAMILIES, MAMBA_SSM, Family
+from deltaline_server.models.families.family import Family
+from deltaline_server.models.families.mamba import MAMBA_SSM
+from deltaline_server.models.families.table import FAMILIES
+from deltaline_server.models.keys.mlp import read_limit
+from deltaline_server.models.keys.shared_blocks import SharedBlockKeys
 from deltaline_server.models.parts import MAX_SIZE, LayerConfig, LayerKind, MixerKind, MlpKind
-from deltaline_server.models.shared_block_keys import SharedBlockKeys
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
@@ -44,6 +49,12 @@ BEFORE: dict[str, Any] = {
     "shared_blocks": None,
     "quantization": None,
     "has_score_bias": True,
+    "limit": 0.0,
+    "mlp_limit": 0.0,
+    "averages": False,
+    "rope_scaling": None,
+    "latent_size": None,
+    "has_shared_bias": False,
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -67,8 +78,9 @@ class ModelConfig:
     and unserved may say why. residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer.
     streams: its hyper-connections, None where it has one plain residual. experts: of the layers that have them, None
     where there are none or they can't be served. residual_multiplier: of what a branch adds to the residual.
-    mlp_scales: what gates of dense MLPs and their outputs are multiplied by, None where nothing. shared_blocks: how
-    layers share blocks, None where they don't. quantization: of stored weights, None where there is none.
+    mlp_scales: what gates of dense MLPs and their outputs are multiplied by, None where nothing. mlp_limit: of these
+    gates and what they multiply, 0 for none. shared_blocks: how layers share blocks, None where they don't.
+    quantization: of stored weights, None where there is none.
     """
 
     model_type: str
@@ -85,6 +97,7 @@ class ModelConfig:
     has_mlp_bias: bool = False
     residual_multiplier: float = 1.0
     mlp_scales: tuple[float, ...] | None = None
+    mlp_limit: float = 0.0
     shared_blocks: SharedBlockKeys | None = None
     quantization: Quantization | None = None
 
@@ -102,9 +115,11 @@ class ModelConfig:
         """What of it decides what a state means, as JSON values: all but how long sequences may be, and words."""
         values = asdict(self)
         values.pop("unserved")
+        if values["quantization"] is not None:
+            del values["quantization"]["left"]  # weights say it themselves
         for shape in values["shapes"].values():
             shape.pop("max_positions", None)
-        for part in (values, values["experts"] or {}, *values["shapes"].values()):
+        for part in (values, values["experts"] or {}, values["streams"] or {}, *values["shapes"].values()):
             for name, before in BEFORE.items():
                 if name in part and part[name] == before:
                     del part[name]
@@ -115,15 +130,22 @@ class ModelConfig:
 
         Raises ModelError beyond that. Without attention there is no limit, and nothing changes.
         """
-        shape = self.shapes.get(MixerKind.ATTENTION)
-        if not max_context or not isinstance(shape, AttentionShape):
+        paged = {kind: shape for kind, shape in self.shapes.items() if isinstance(shape, PagedShape)}
+        for shape in paged.values():
+            selected = shape.max_selected if isinstance(shape, LatentShape) else 0
+            if 0 < selected < (max_context or shape.max_positions):
+                raise ModelError(
+                    f"--max-context: expected at most {selected} (index_topk), up to which its indexer selects all "
+                    f"tokens, as sparse attention is not served, got {max_context or 'none'}"
+                )
+        if not max_context:
             return self
-        if max_context > shape.max_positions:
-            raise ModelError(
-                f"--max-context: expected at most {shape.max_positions} (max_position_embeddings), got {max_context}"
-            )
-        shape = replace(shape, max_positions=max_context)
-        return replace(self, shapes={**self.shapes, MixerKind.ATTENTION: shape})
+        for shape in paged.values():
+            if max_context > shape.max_positions:
+                most = f"{shape.max_positions} (max_position_embeddings)"
+                raise ModelError(f"--max-context: expected at most {most}, got {max_context}")
+        limited = {kind: replace(shape, max_positions=max_context) for kind, shape in paged.items()}
+        return replace(self, shapes={**self.shapes, **limited})
 
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:
@@ -145,6 +167,10 @@ class ModelConfig:
         config = ConfigReader(raw.get(family.text), f"{family.text}.") if family.text else ConfigReader(raw, "")
         if family.activation is not None:
             config.require(family.activation, "silu", default="silu")
+        if family.text:
+            config.require("model_type", family.text_type, default=family.text_type)
+        if config.get("per_layer_config"):
+            raise config.fail("per_layer_config", "none (layers of a kind are served alike)")
         layers = family.layers(config)
         shapes, unserved = _mixer_shapes(config, family, layers)
         if family.mlp_activation is not None:
@@ -159,7 +185,7 @@ class ModelConfig:
                 experts = family.experts.read(config)
             except ModelError as error:
                 unserved[MlpKind.MIXTURE_OF_EXPERTS] = str(error)  # their mixers can be served all the same
-        streams, multiplier = stream_config(config), 1.0
+        streams, multiplier = stream_config(config, family.streams, averages=family.averages_streams), 1.0
         if family.residual_multiplier is not None:
             multiplier = config.positive(family.residual_multiplier, default=1.0)
         if streams is not None and not family.takes_streams:
@@ -179,6 +205,7 @@ class ModelConfig:
             has_mlp_bias=family.mlp_bias is not None and config.flag(family.mlp_bias, default=False),
             residual_multiplier=multiplier,
             shared_blocks=SharedBlockKeys.read(config) if family.shares_blocks else None,
+            mlp_limit=read_limit(config, family.mlp_limit),
             mlp_scales=None if family.mlp_scales is None else config.positives(family.mlp_scales, 2),
             quantization=quantization,
         )
@@ -196,7 +223,7 @@ def _mixer_shapes(
         try:
             shapes[kind] = family.mixers[kind].read(config)
         except ModelError as error:
-            if kind is not MixerKind.ATTENTION:
+            if kind not in (MixerKind.ATTENTION, MixerKind.LATENT_ATTENTION):
                 raise
             unserved[kind] = str(error)  # the other layers can be served all the same
     return shapes, unserved

@@ -10,7 +10,7 @@ import torch
 
 from deltaline_kernels.selftest.run import run_selftest
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.layers.shapes import AttentionShape, MixerShape
+from deltaline_server.layers.shapes import MixerShape, PagedShape
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.model import Model
 
@@ -32,7 +32,7 @@ def check_kernels(
     Raises: ModelError naming those that differ, and on a GPU what compiled them.
     """
     sizes: dict[str, Any] = shape.test_sizes() | dict(block_sizes)
-    if isinstance(shape, AttentionShape):
+    if isinstance(shape, PagedShape):
         sizes["page_size"] = options.page_size
     checks = run_selftest(device, dtype, **sizes, max_draft=options.max_draft, state_dtype=options.state_dtype)
     wrong = [check for check in checks if not check.ok]

@@ -6,10 +6,12 @@ Each reads the layers of a config, in their order, and raises ModelError naming 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from deltaline_server.checkpoints.config_reader import ConfigReader
 from deltaline_server.models.parts import MAX_LAYERS, MAX_SIZE, LayerConfig, MixerKind, MlpKind
 
+Kind = TypeVar("Kind", MixerKind, MlpKind)
 _LAYER_TYPES = {"linear_attention": MixerKind.GATED_DELTA_NET, "full_attention": MixerKind.ATTENTION}
 # Of a hybrid with Mamba2, in their new and their old spelling.
 _MIXERS = {
@@ -18,6 +20,12 @@ _MIXERS = {
     "mamba": MixerKind.MAMBA2,
     "attention": MixerKind.ATTENTION,
 }
+# Of Kimi Linear.
+_LATENTS = {"linear_attention": MixerKind.KDA, "full_attention": MixerKind.LATENT_ATTENTION}
+# Of GLM-5 Next.
+_SPARSE = _LATENTS | {"deepseek_sparse_attention": MixerKind.LATENT_ATTENTION}
+_NUMBERED = ("full_attn_layers", "kda_layers")
+_MLPS = {"dense": MlpKind.DENSE, "sparse": MlpKind.MIXTURE_OF_EXPERTS}
 # Of LFM2.
 _CONVOLUTIONS = {"conv": MixerKind.SHORT_CONV, "full_attention": MixerKind.ATTENTION}
 # Of Zamba2, in their new and their old spelling.
@@ -75,6 +83,27 @@ def sparse_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(i, *parts) for i, parts in enumerate(zip(_mixers(config), mlps, strict=True)))
 
 
+def mamba1_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """A Mamba-1 mixer alone in each."""
+    return tuple(LayerConfig(i, MixerKind.MAMBA1, None) for i in range(_num_layers(config)))
+
+
+def periodic_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """Attention in every attn_layer_period-th layer from attn_layer_offset on, Mamba-1 in the others; experts in every
+    expert_layer_period-th from expert_layer_offset on, if there are several, and a dense MLP in the others."""
+    attention, experts = _period(config, "attn_layer", 8, 4), _period(config, "expert_layer", 2, 1)
+    key = config.spelling("num_experts", "num_local_experts")
+    has_experts = config.integer(key, 1, MAX_SIZE, default=16) > 1
+    return tuple(
+        LayerConfig(
+            i,
+            MixerKind.ATTENTION if i in attention else MixerKind.MAMBA1,
+            MlpKind.MIXTURE_OF_EXPERTS if has_experts and i in experts else MlpKind.DENSE,
+        )
+        for i in range(_num_layers(config))
+    )
+
+
 def mamba2_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     """A Mamba2 mixer alone in each."""
     return tuple(LayerConfig(i, MixerKind.MAMBA2, None) for i in range(_num_layers(config)))
@@ -90,6 +119,9 @@ def hybrid_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     num_layers, types = _num_layers(config), config.get("layers_block_type")
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(_SHARED) for kind in types):
         raise config.fail("layers_block_type", f"{num_layers} of {', '.join(_SHARED)}")
+    hybrid = [i for i, kind in enumerate(types) if kind == "hybrid"]
+    if config.get("hybrid_layer_ids") not in (None, hybrid):
+        raise config.fail("hybrid_layer_ids", f"{hybrid}, as layers_block_type says")
     return tuple(LayerConfig(i, *_SHARED[kind]) for i, kind in enumerate(types))
 
 
@@ -148,9 +180,51 @@ def short_conv_or_expert_layers(config: ConfigReader) -> tuple[LayerConfig, ...]
     )
 
 
+def kda_or_latent_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """KDA or latent attention as the lists of `linear_attn_config` say, which count layers from 1, else `layer_types`;
+    without either, attention in every fourth layer but the first. Experts as `mlp_layer_types` says; without, in all
+    but the first `first_k_dense_replace`."""
+    if not config.flag("mla_use_nope", default=True):
+        raise config.fail("mla_use_nope", "true, as keys are not rotated")
+    config.choice("moe_router_activation_func", "sigmoid")
+    config.integer("moe_layer_freq", 1, 1, default=1)
+    num_layers = _num_layers(config)
+    numbered = config.nested("linear_attn_config") if config.get("linear_attn_config") is not None else None
+    if config.get("layer_types") is not None:
+        mixers = _named(config, "layer_types", _LATENTS, num_layers)
+    elif numbered is not None and all(map(numbered.says, _NUMBERED)):
+        attention, linear = (_layer_numbers(numbered, key) for key in _NUMBERED)
+        if sorted(attention + linear) != list(range(1, num_layers + 1)):
+            raise numbered.fail("kda_layers", f"what full_attn_layers leaves of the layers 1..{num_layers}")
+        mixers = [MixerKind.LATENT_ATTENTION if i + 1 in attention else MixerKind.KDA for i in range(num_layers)]
+    else:
+        mixers = [MixerKind.KDA if i % 4 or i == 0 else MixerKind.LATENT_ATTENTION for i in range(num_layers)]
+    if config.get("mlp_layer_types") is not None:
+        mlps = _named(config, "mlp_layer_types", _MLPS, num_layers)
+    else:
+        num_dense = config.integer("first_k_dense_replace", 0, MAX_LAYERS, default=1)
+        mlps = [MlpKind.DENSE if i < num_dense else MlpKind.MIXTURE_OF_EXPERTS for i in range(num_layers)]
+    return tuple(LayerConfig(i, *parts) for i, parts in enumerate(zip(mixers, mlps, strict=True)))
+
+
+def kda_or_sparse_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """KDA or latent attention as `layer_types` says; without, attention in every fourth layer. Experts as
+    `mlp_layer_types` says; without, in all but the first three."""
+    num_layers = _num_layers(config)
+    if config.get("layer_types") is not None:
+        mixers = _named(config, "layer_types", _SPARSE, num_layers)
+    else:
+        mixers = [MixerKind.KDA if i % 4 != 3 else MixerKind.LATENT_ATTENTION for i in range(num_layers)]
+    if config.get("mlp_layer_types") is not None:
+        mlps = _named(config, "mlp_layer_types", _MLPS, num_layers)
+    else:
+        mlps = [MlpKind.DENSE if i < 3 else MlpKind.MIXTURE_OF_EXPERTS for i in range(num_layers)]
+    return tuple(LayerConfig(i, *parts) for i, parts in enumerate(zip(mixers, mlps, strict=True)))
+
+
 def one_part_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
-    """One part in each: `layers_block_type`, or the letters of `hybrid_override_pattern`."""
-    key = "layers_block_type" if config.get("layers_block_type") is not None else "hybrid_override_pattern"
+    """One part in each: `layer_types`, else `layers_block_type`, else the letters of `hybrid_override_pattern`."""
+    key = config.spelling("layer_types", "layers_block_type", "hybrid_override_pattern")
     types = config.get(key)
     is_known = isinstance(types, list | str) and all(isinstance(kind, str) and kind in _BLOCK_TYPES for kind in types)
     if not is_known or not 1 <= len(types) <= MAX_LAYERS:
@@ -162,8 +236,14 @@ def _num_layers(config: ConfigReader, key: str = "num_hidden_layers") -> int:
     return config.integer(key, 1, MAX_LAYERS)
 
 
-def _named(config: ConfigReader, key: str, kinds: Mapping[str, MixerKind], num_layers: int) -> list[MixerKind]:
-    """The mixers that a list of names says, one for each layer."""
+def _period(config: ConfigReader, name: str, period: int, offset: int) -> range:
+    """The layers that a period and an offset say, with these where a config says nothing."""
+    step = config.integer(f"{name}_period", 1, MAX_LAYERS, default=period)
+    return range(config.integer(f"{name}_offset", 0, step - 1, default=offset), MAX_LAYERS, step)
+
+
+def _named(config: ConfigReader, key: str, kinds: Mapping[str, Kind], num_layers: int) -> list[Kind]:
+    """The parts that a list of names says, one for each layer."""
     types = config.get(key)
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(kinds) for kind in types):
         raise config.fail(key, f"{num_layers} of {', '.join(kinds)}")

@@ -124,7 +124,8 @@ class AdapterLayout:
         """The served module that a tensor belongs to, None where it is not served here."""
         if tensor.layer not in self.layers:
             return None
-        return next((module for module in self.modules(tensor.layer) if module.name == tensor.module), None)
+        name = self.stored(tensor.module)
+        return next((module for module in self.modules(tensor.layer) if module.name == name), None)
 
     def check(self, tensor: TensorName, name: str) -> tuple[int, int] | None:
         """Return rows and columns of the module that a tensor belongs to, None where the config does not say.
@@ -147,12 +148,18 @@ class AdapterLayout:
             if self._scope is Scope.BLOCK and tensor.layer in self.layers:
                 raise ModelError(f"{shown(name)}: expected no tensor of a mixture of experts, which takes no adapters")
             return None
-        module = (mixer or {}).get(tensor.module)
+        module = (mixer or {}).get(self.stored(tensor.module))
         if module is None and layer.mlp is MlpKind.DENSE:
             module = self._mlp.get(tensor.module)
         if module is None:
             raise _no_match(name)
+        if not module.takes_adapters and tensor.layer in self.layers:
+            raise ModelError(f"{shown(name)}: expected no tensor of {module.name}, which takes no adapters")
         return module.rows, module.columns
+
+    def stored(self, name: str) -> str:
+        """The name by which a module is stored that an adapter names so."""
+        return self._config.family.adapters_spell.get(name, name)
 
     def _slices_of(self, kind: LayerKind) -> dict[Packed, Slices]:
         """The projections of a layer of this kind."""

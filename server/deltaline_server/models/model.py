@@ -17,18 +17,16 @@ from torch import Tensor
 from deltaline_kernels import LoraWeights, Rows, group_tokens, spread_slots
 from deltaline_server.checkpoints.checkpoint import Checkpoint, TensorSource
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.dequantised import DequantisedTensors
 from deltaline_server.checkpoints.fingerprint import HashedTensors, fingerprint
+from deltaline_server.checkpoints.fp8.dequantised import DequantisedTensors
 from deltaline_server.checkpoints.modules import Packed, Placement
-from deltaline_server.checkpoints.random_tensors import ALGORITHM
 from deltaline_server.checkpoints.read_ahead import ReadAhead
 from deltaline_server.checkpoints.shared_blocks import SharedBlocks
 from deltaline_server.checkpoints.staging import CudaStaging
 from deltaline_server.layers.block import Block, Layer
-from deltaline_server.layers.experts import expert_test_sizes
 from deltaline_server.layers.hybrid import SharedBlock
 from deltaline_server.layers.hyper_connection import HyperBlock
-from deltaline_server.layers.shapes import AttentionShape, MixerShape
+from deltaline_server.layers.shapes import MixerShape, PagedShape
 from deltaline_server.layers.stack import Stack, make_stack
 from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_state
 from deltaline_server.layers.streams import StreamEnds, span_ends
@@ -114,10 +112,8 @@ class Model:
         self.numpy_dtype = NUMPY_DTYPES[placement.dtype]
         self.device, self.world_size = placement.device, placement.world_size
         self.shapes = tuple(plan.shapes)
-        self.block_sizes: dict[str, Any] = {"streams": plan.streams, "hidden": config.hidden_size}
-        self.block_sizes["mlp_dim"] = plan.loader.mlp_dim
-        if plan.loader.experts is not None:
-            self.block_sizes |= expert_test_sizes(plan.loader.experts)
+        sizes = {"streams": plan.streams, "hidden": config.hidden_size}
+        self.block_sizes: dict[str, Any] = sizes | plan.loader.test_sizes()
         self.layout = plan.layout
         self.adapters = adapters
         self.left_out = plan.left_out
@@ -126,7 +122,7 @@ class Model:
         self.paged_spans = frozenset(
             i
             for i, span in enumerate(plan.spans)
-            if any(isinstance(shape, AttentionShape) for layer in span for shape in shapes[layer])
+            if any(isinstance(shape, PagedShape) for layer in span for shape in shapes[layer])
         )
         # The place of each layer's state in a StatePool of this model; a slice of them where it has none, or two.
         ends = itertools.accumulate((len(shapes[layer]) for layer in plan.layers), initial=0)
@@ -224,7 +220,10 @@ def _load(plan: ModelPlan, options: ModelOptions, report: Callable[[int, int], o
         make_stack([layers[number] for number in span], ends, plan.streams, plan.loader.head)
         for span, ends in zip(plan.spans, plan.ends, strict=True)
     ]
-    weights = {"seed": options.seed, "drawn": ALGORITHM} if plan.hashed is None else {"tensors": plan.hashed.identity()}
+    if plan.hashed is not None:
+        weights: dict[str, Any] = {"tensors": plan.hashed.identity()}
+    else:
+        weights = {"seed": options.seed, "drawn": plan.loader.drawn}
     return Model(plan, options.scope, stacks, store, weights)
 
 
@@ -336,7 +335,7 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
         source: TensorSource = (
             hashed or checkpoint or random_init(config, layers, options.scope, options.seed, placement.device)
         )
-        between = () if checkpoint is None else opened(source, config)
+        between = () if checkpoint is None else opened(source, config, placement.device)
         loader = LayerLoader(between[-1] if between else source, config, layers, options.scope, placement)
         streams = config.streams if options.scope is Scope.BLOCK else None
         token = SpanShapes(config.hidden_size, dtype.itemsize)

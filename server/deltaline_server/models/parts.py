@@ -8,15 +8,20 @@ from typing import NamedTuple
 
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 20
+MAX_HEADS = 4096
+MAX_POSITIONS = 1 << 24
 
 
 class MixerKind(StrEnum):
     """What mixes the tokens of a layer."""
 
     GATED_DELTA_NET = "gated_delta_net"
+    KDA = "kda"
+    MAMBA1 = "mamba1"
     MAMBA2 = "mamba2"
     SHORT_CONV = "short_conv"
     ATTENTION = "attention"
+    LATENT_ATTENTION = "latent_attention"
     MAMBA2_AND_ATTENTION = "mamba2_and_attention"
     """Both, on the same input; their outputs are added."""
     MAMBA2_BEHIND_ATTENTION = "mamba2_behind_attention"

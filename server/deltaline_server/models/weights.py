@@ -7,38 +7,54 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels import LoraWeights
+from deltaline_kernels import LoraWeights, can_multiply_fp8
+from deltaline_server.checkpoints import random_tensors
 from deltaline_server.checkpoints.checkpoint import DTYPES, TensorSource
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.dequantised import DequantisedTensors
-from deltaline_server.checkpoints.layer_reader import LayerReader
+from deltaline_server.checkpoints.expert_shares import fp8_blocks
+from deltaline_server.checkpoints.fp8 import drawn
+from deltaline_server.checkpoints.fp8.dequantised import DequantisedTensors
+from deltaline_server.checkpoints.fp8.drawn import DrawnFp8
+from deltaline_server.checkpoints.layer_reader import LayerReader, Piece
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.checkpoints.random_tensors import RandomTensors
 from deltaline_server.checkpoints.respelled import RespelledTensors
 from deltaline_server.checkpoints.shared_blocks import SharedBlocks
 from deltaline_server.layers import hybrid
-from deltaline_server.layers.attention import AttentionFamily
 from deltaline_server.layers.block import Block, Blocks, Layer
-from deltaline_server.layers.experts import one_by_one
-from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
+from deltaline_server.layers.expert_shape import ExpertsShape
+from deltaline_server.layers.experts import expert_test_sizes, one_by_one, shares_of_ranks
 from deltaline_server.layers.hybrid import ParallelFamily, SharedBlock, SharedBlockFamily
-from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
-from deltaline_server.layers.mamba2 import Mamba2Family
+from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, MeanHead, head_tensors
+from deltaline_server.layers.latent_shape import LatentShape
+from deltaline_server.layers.mixers.attention import AttentionFamily
+from deltaline_server.layers.mixers.gated_delta_net import GatedDeltaNetFamily
+from deltaline_server.layers.mixers.kda import KdaFamily
+from deltaline_server.layers.mixers.latent_attention import LatentAttentionFamily
+from deltaline_server.layers.mixers.mamba1 import Mamba1Family
+from deltaline_server.layers.mixers.mamba2 import Mamba2Family
+from deltaline_server.layers.mixers.short_conv import ShortConvFamily
 from deltaline_server.layers.shapes import (
     AttentionShape,
-    ExpertsShape,
     GatedDeltaNetShape,
+    KdaShape,
+    Mamba1Shape,
     Mamba2Shape,
     MixerShape,
     ShortConvShape,
 )
-from deltaline_server.layers.short_conv import ShortConvFamily
 from deltaline_server.models.config import ModelConfig, Scope
-from deltaline_server.models.mixer_keys import AttentionKeys, GatedDeltaNetKeys, Mamba2Keys, MambaSsmKeys
+from deltaline_server.models.keys.attention import AttentionKeys
+from deltaline_server.models.keys.gated_delta_net import GatedDeltaNetKeys
+from deltaline_server.models.keys.kda import KdaKeys
+from deltaline_server.models.keys.latent_attention import LatentKeys
+from deltaline_server.models.keys.mamba1 import Mamba1Keys
+from deltaline_server.models.keys.mamba2 import Mamba2Keys, MambaSsmKeys
 from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
 
@@ -47,7 +63,16 @@ PREFIXES = ("model.layers.", "model.language_model.layers.", "layers.", "languag
 
 CPU = torch.device("cpu")
 
-MixerFamily = AttentionFamily | GatedDeltaNetFamily | Mamba2Family | ParallelFamily | ShortConvFamily
+MixerFamily = (
+    AttentionFamily
+    | GatedDeltaNetFamily
+    | KdaFamily
+    | LatentAttentionFamily
+    | Mamba1Family
+    | Mamba2Family
+    | ParallelFamily
+    | ShortConvFamily
+)
 BlockFamily = Blocks | HyperBlocks | SharedBlockFamily
 
 
@@ -67,9 +92,15 @@ def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
     if isinstance(shape, Mamba2Shape) and isinstance(keys, Mamba2Keys | MambaSsmKeys):
         own = keys.eps if isinstance(keys, Mamba2Keys) else None
         return Mamba2Family(shape, hidden, eps if own is None else own, keys.name)
+    if isinstance(shape, Mamba1Shape) and isinstance(keys, Mamba1Keys):
+        return Mamba1Family(shape, hidden, keys.name)
     if isinstance(shape, AttentionShape) and isinstance(keys, AttentionKeys):
         offset = config.family.blocks.norm_offset
         return AttentionFamily(shape, hidden, eps, keys.name, offset, out=keys.out, norms=keys.norms)
+    if isinstance(shape, KdaShape) and isinstance(keys, KdaKeys):
+        return KdaFamily(shape, hidden, eps if keys.eps is None else keys.eps, keys.has_wide_rates)
+    if isinstance(shape, LatentShape) and isinstance(keys, LatentKeys):
+        return LatentAttentionFamily(shape, hidden, eps if keys.eps is None else keys.eps)
     if isinstance(shape, ShortConvShape):
         return ShortConvFamily(shape, hidden)
     assert isinstance(shape, GatedDeltaNetShape) and isinstance(keys, GatedDeltaNetKeys)
@@ -91,6 +122,7 @@ def block_family(config: ModelConfig, kind: LayerKind) -> BlockFamily:
         config.has_mlp_bias,
         config.residual_multiplier,
         mlp_scales=config.mlp_scales or (1.0, 1.0),
+        mlp_limit=config.mlp_limit,
         has_mixer=kind.mixer is not None,
         has_mlp=kind.mlp is not None,
     )
@@ -117,24 +149,30 @@ def expected_tensors(config: ModelConfig, kind: LayerKind, scope: Scope) -> dict
 
 def random_init(
     config: ModelConfig, layers: Sequence[int], scope: Scope, seed: int, device: torch.device = CPU
-) -> RandomTensors:
-    """Return weights drawn from `seed` for these layers on a device, to be loaded as a checkpoint is. Raises as
-    layer_kinds."""
+) -> RandomTensors | DrawnFp8:
+    """Return weights drawn from `seed` for these layers on a device, to be loaded as a checkpoint is, in FP8 where the
+    config says so. Raises as layer_kinds."""
     kinds = layer_kinds(config, layers, scope)
     names = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
     shapes = {f"{PREFIXES[0]}{i}.{name}": size for i, kind in kinds.items() for name, size in names[kind].items()}
     if config.streams is not None:
         head = head_tensors(config.streams, config.hidden_size)
         shapes |= {_beside(PREFIXES[0], name): size for name, size in head.items()}
-    return RandomTensors(shapes, seed, device)
+    plain = RandomTensors(shapes, seed, device)
+    if config.quantization is None:
+        return plain
+    return DrawnFp8(plain, config.quantization, stays=can_multiply_fp8(device))
 
 
-def opened(source: TensorSource, config: ModelConfig) -> tuple[DequantisedTensors | SharedBlocks, ...]:
-    """Return what makes plain weights of each layer of a checkpoint's tensors: each a source around the one before it,
-    the first around `source`; none where these are plain."""
+def opened(
+    source: TensorSource, config: ModelConfig, device: torch.device
+) -> tuple[DequantisedTensors | SharedBlocks, ...]:
+    """Return what makes weights for a device of each layer of a checkpoint's tensors: each a source around the one
+    before it, the first around `source`; none where these are plain."""
     made: list[DequantisedTensors | SharedBlocks] = []
     if config.quantization is not None:
-        made.append(DequantisedTensors(source, config.quantization.weight_block_size))
+        block, stays = config.quantization.weight_block_size, can_multiply_fp8(device)
+        made.append(DequantisedTensors(source, block, stays=stays))
     if config.shared_blocks is not None:
         made.append(config.shared_blocks.of(made[-1] if made else source, config.layers))
     return tuple(made)
@@ -200,16 +238,53 @@ class LayerLoader:
                 raise ModelError(f"{name}: expected shape {list(shape)}, found nothing")
             _check_tensor(self._source, name, shape)
 
-    def head(self) -> HyperHead:
+    def head(self) -> HyperHead | MeanHead:
         """Load the head of a model with streams."""
-        reader = LayerReader(self._source, _beside(self._prefix, ""), (), self._placement)
         assert self._config.streams is not None
+        if self._config.streams.averages:
+            return MeanHead()
+        reader = LayerReader(self._source, _beside(self._prefix, ""), (), self._placement)
         return HyperHead(reader, self._config.streams, self._config.rms_norm_eps)
 
     def reader(self, layer: int) -> LayerReader:
         """What reads the tensors of a layer."""
         modules = self._modules[self._kinds[layer]]
         return LayerReader(self._source, f"{self._prefix}{layer}.", modules, self._placement)
+
+    def pieces(self, layer: int) -> list[Piece]:
+        """What the projections of a layer are made of."""
+        reader, modules = self.reader(layer), self._modules[self._kinds[layer]]
+        return [piece for packed in dict.fromkeys(one.packed for one in modules) for piece in reader.pieces(packed)]
+
+    @property
+    def drawn(self) -> str:
+        """How weights are drawn that are no checkpoint's; another name is another model."""
+        quantization = self._config.quantization
+        if quantization is None:
+            return random_tensors.ALGORITHM
+        return " ".join((random_tensors.ALGORITHM, drawn.ALGORITHM, *sorted(quantization.left)))
+
+    def experts_in_fp8(self, layer: int) -> bool:
+        """Whether the experts of a layer that has them stay in FP8."""
+        if self._config.quantization is None:
+            return False
+        names, shape = self._config.family.blocks_of(self._kinds[layer]).experts, self._config.experts
+        reader = self.reader(layer)
+        assert shape is not None
+        return fp8_blocks(reader, shares_of_ranks(reader, names, shape, self._config.hidden_size)) is not None
+
+    def test_sizes(self) -> dict[str, Any]:
+        """The self-test's arguments for MLPs, experts and weights in FP8, beside the channels of hidden states."""
+        sizes: dict[str, Any] = {"mlp_dim": self.mlp_dim}
+        if self._config.mlp_limit:
+            sizes["mlp_limit"] = self._config.mlp_limit
+        if self.experts is not None:
+            mixtures = [i for i, kind in self._kinds.items() if kind.mlp is MlpKind.MIXTURE_OF_EXPERTS]
+            sizes |= expert_test_sizes(self.experts, sorted({self.experts_in_fp8(layer) for layer in mixtures}))
+        in_fp8 = [piece for layer in self._kinds for piece in self.pieces(layer) if piece.in_fp8]
+        if in_fp8:
+            sizes["fp8_sizes"] = tuple(dict.fromkeys((piece.rows, piece.columns) for piece in in_fp8))
+        return sizes
 
     def rows(self, layer: int, module: Module) -> Tensor:
         """Read a module's weight, this rank's rows in the served order and all columns, as its file has it."""
@@ -253,7 +328,7 @@ def _check_tensors(
             name = missing[0]
             raise ModelError(f"{prefix}{i}.{name}: expected shape {list(expected[name])}, found nothing{_reason(name)}")
         passed_over = () if scope is Scope.BLOCK else block_family(config, kind).names
-        extra = [name for name in extra if not name.startswith(passed_over)]
+        extra = [name for name in extra if not name.startswith((*passed_over, *config.family.unread))]
         if extra:
             name = extra[0]
             raise ModelError(f"{prefix}{i}.{name}: expected no such tensor in a served layer, found one{_reason(name)}")

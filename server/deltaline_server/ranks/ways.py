@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
+from deltaline_server.ranks.orders import Orders
 from deltaline_server.ranks.peer_memory import PeerMemory
 
 # Up to so many bytes it takes less time to read all summands than to read parts, and then those of the sum.
@@ -24,7 +25,7 @@ class Ways:
     """Ways of the same ranks beside their sums, each used by one thread of a rank at a time: for what rank 0 tells, for
     signs of life, for states' bytes, and for adapters."""
 
-    orders: Ranks
+    orders: Orders
     beats: Ranks
     states: Ranks
     adapters: Ranks
@@ -32,7 +33,7 @@ class Ways:
     @classmethod
     def open(cls, ranks: Ranks) -> Ways:
         """All ranks call it, as all else in the same order."""
-        return cls(ranks.beside(), ranks.beside(), ranks.beside(), ranks.beside())
+        return cls(Orders.open(ranks.beside()), ranks.beside(), ranks.beside(), ranks.beside())
 
 
 class Ranks:

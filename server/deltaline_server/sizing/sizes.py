@@ -15,8 +15,11 @@ from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.computing import model_options, spare_lines_of, state_options
 from deltaline_server.config import Config
+from deltaline_server.layers.expert_shape import SIGMOID, ExpertsShape
+from deltaline_server.layers.experts import scale_grids
 from deltaline_server.layers.hyper_connection import CONNECTIONS, head_tensors
-from deltaline_server.layers.shapes import SIGMOID, AttentionShape, ExpertsShape, Mamba2Shape, MixerShape
+from deltaline_server.layers.kv_cache import kept_values
+from deltaline_server.layers.shapes import Mamba1Shape, Mamba2Shape, MixerShape, PagedShape
 from deltaline_server.layers.state_pool import StateOptions, StatePlan, line_parts, plan_state
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.model import ModelPlan, check_model, open_plan
@@ -62,7 +65,7 @@ class Sizes:
         rotations = (
             shape.max_positions * shape.table_channels * torch.float32.itemsize
             for shape in self.plan.shapes
-            if isinstance(shape, AttentionShape)
+            if isinstance(shape, PagedShape)
         )
         layers = sum(len(size.layers) * size.weight_bytes for size in self.layers)
         return layers + next(rotations, 0) + _head_bytes(self.plan)
@@ -140,15 +143,15 @@ def size(config: Config, context: int | None) -> Sizes:
     adapter_bytes = check_model(options)
     with open_plan(options) as plan:
         planned, fits = _plan_state(plan.shapes, state, plan.layout.placement.dtype)
-        kinds: dict[LayerKind, list[int]] = {}
+        kinds: dict[tuple[LayerKind, int], list[int]] = {}
         for layer, kind in layer_kinds(plan.config, plan.layers, options.scope).items():
-            kinds.setdefault(kind, []).append(layer)
+            kinds.setdefault((kind, _saved_bytes(plan, layer)), []).append(layer)
         most = 0 if planned.kv is None else planned.kv.max_context
         if context is not None and not 1 <= context <= (most or context):
             raise ValueError(
                 f"--context: expected 1 .. {most} tokens, most of a sequence (--max-context), got {context}"
             )
-        sizes = [_layer_size(plan, options.scope, kind, layers, state) for kind, layers in kinds.items()]
+        sizes = [_layer_size(plan, options.scope, *kind, layers, state) for kind, layers in kinds.items()]
         return Sizes(config, plan, state, sizes, planned, adapter_bytes, most if context is None else context, fits)
 
 
@@ -162,10 +165,24 @@ def _plan_state(shapes: list[MixerShape], options: StateOptions, dtype: torch.dt
         return plan_state(shapes, replace(options, limit_bytes=0), dtype), False
 
 
+def _saved_bytes(plan: ModelPlan, layer: int) -> int:
+    """How much less a layer's weights take because some of them stay in FP8."""
+    dtype, pieces, experts = plan.layout.placement.dtype, plan.loader.pieces(layer), plan.loader.experts
+    saved = sum(piece.rows * piece.columns * dtype.itemsize - piece.num_bytes(dtype) for piece in pieces)
+    is_mixture = plan.config.layers[layer].mlp is MlpKind.MIXTURE_OF_EXPERTS
+    if experts is None or not is_mixture or not plan.loader.experts_in_fp8(layer):
+        return saved
+    width = experts.latent_size or plan.config.hidden_size
+    values = (experts.activation.is_gated + 2) * experts.intermediate_size * width
+    scales = sum(map(math.prod, scale_grids(experts, width)))
+    count = experts.num_experts + experts.num_shared
+    return saved + count * (values * (dtype.itemsize - 1) - scales * torch.float32.itemsize)
+
+
 def _layer_size(
-    plan: ModelPlan, scope: Scope, kind: LayerKind, layers: Sequence[int], state: StateOptions
+    plan: ModelPlan, scope: Scope, kind: LayerKind, saved_bytes: int, layers: Sequence[int], state: StateOptions
 ) -> LayerSize:
-    """The sizes of the layers of one kind, which are alike."""
+    """The sizes of the layers of one kind, which are alike. saved_bytes: see _saved_bytes."""
     shapes, dtype = plan.loader.shapes[layers[0]], plan.layout.placement.dtype
     config = _share(plan, kind)
     has_terms = dtype == torch.bfloat16 and not plan.config.residual_in_fp32
@@ -173,17 +190,19 @@ def _layer_size(
         math.prod(size) * _weight_dtype(name, size, dtype).itemsize + (_term_bytes(name, size) if has_terms else 0)
         for name, size in expected_tensors(config, kind, scope).items()
     )
+    weight_bytes -= saved_bytes
     if config.experts is not None and kind.mlp is MlpKind.MIXTURE_OF_EXPERTS:
         weight_bytes += _expert_bytes(config, config.experts, dtype)
     weight_bytes += sum(
         sum(shape.projected) * torch.float32.itemsize
         for shape in shapes
-        if isinstance(shape, Mamba2Shape) and shape.section_scales is not None
+        if (isinstance(shape, Mamba2Shape) and shape.section_scales is not None)
+        or (isinstance(shape, Mamba1Shape) and shape.norm_eps and not shape.has_norm_weights)
     )
     line, token_bytes = dict[str, int](), 0
     for shape in shapes:
-        if isinstance(shape, AttentionShape):
-            token_bytes = 2 * shape.key_channels * dtype.itemsize
+        if isinstance(shape, PagedShape):
+            token_bytes = kept_values(shape) * dtype.itemsize
         else:
             line = line_parts(shape, state, dtype)
     return LayerSize(str(kind), tuple(layers), line, token_bytes, weight_bytes)
@@ -204,7 +223,8 @@ def _expert_bytes(config: ModelConfig, experts: ExpertsShape, dtype: torch.dtype
     """What is kept of a mixture of experts beyond its tensors: the shared one is whole ones of the others' size, and
     the gates are fp32 where scores are sigmoids."""
     names = config.family.blocks.experts
-    zeros = experts.num_shared * experts.intermediate_size - experts.shared_size
+    # One that is apart has no zeros.
+    zeros = experts.num_shared and experts.num_shared * experts.intermediate_size - experts.shared_size
     extra = sum(map(len, names.parts)) * zeros * config.hidden_size * dtype.itemsize
     if experts.scoring == SIGMOID:
         gates = experts.num_experts + experts.has_shared_gate
@@ -216,7 +236,9 @@ def _weight_dtype(name: str, size: Sequence[int], dtype: torch.dtype) -> torch.d
     """What a tensor is kept in: vectors that multiply or gate, and the gates of streams, in fp32; matrices and what is
     added to products in the model's dtype (layer_reader.py, hyper_connection.py)."""
     is_gate = any(connection in name for connection in CONNECTIONS)
-    return torch.float32 if is_gate or (len(size) == 1 and not name.endswith(".bias")) else dtype
+    is_vector = len(size) == 1 or name.endswith("A_log")  # which may be stored in more dimensions
+    is_added = name.endswith(".bias") and not name.endswith(".dt_proj.bias")  # that of time steps is a gate's
+    return torch.float32 if is_gate or (is_vector and not is_added) else dtype
 
 
 def _head_bytes(plan: ModelPlan) -> int:

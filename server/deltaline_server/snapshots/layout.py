@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.layers.shapes import AttentionShape, Mamba2Shape, MixerShape, RecurrentShape, ShortConvShape
+from deltaline_server.layers.shapes import (
+    Mamba1Shape,
+    Mamba2Shape,
+    MixerShape,
+    PagedShape,
+    RecurrentShape,
+    ShortConvShape,
+)
 from deltaline_server.tables.ledger import MAX_FIXED_COMMITS
 
 Bytes = NDArray[np.uint8]
@@ -51,7 +58,7 @@ class Part(IntEnum):
     REPLY = 2
     """Of a span, its kept reply, uint8 `[n]`; empty in a snapshot."""
     RECURRENT = 3
-    """`[HV, V, K]` (Mamba2 `[H, P, S]`) in the state's dtype; a short convolution has none."""
+    """`[HV, V, K]` (Mamba2 `[H, P, S]`, Mamba-1 `[HV, V, S]`) in the state's dtype; a short convolution has none."""
     CONV_Q = 4
     """`[H, columns, K]`, and so on, in the model's dtype."""
     CONV_K = 5
@@ -64,9 +71,10 @@ class Part(IntEnum):
     DRAFT_UPDATES = 11
     """Of one half, `[HV, records, V]` fp32."""
     DRAFT_GATES = 12
-    """Of one half, `[HV, records]` fp32."""
+    """Of one half, `[HV, records]` fp32; of KDA `[HV, records, K]`, of Mamba-1 `[HV, records, V]`."""
     KEYS = 13
-    """`[HKV, tokens, D]` in the model's dtype, in the order of tokens; those that went ahead are left out."""
+    """`[HKV, tokens, D]` in the model's dtype, in the order of tokens; those that went ahead are left out. Of
+    latents `[1, tokens, C + R]`, which have no values beside them."""
     VALUES = 14
 
 
@@ -188,7 +196,7 @@ class StateLayout:
     @cached_property
     def pages(self) -> StateLayout:
         """What follows for keys and values that go ahead of the rest: states of the layers that keep such."""
-        return replace(self, layers=tuple(layer for layer in self.layers if isinstance(layer.shape, AttentionShape)))
+        return replace(self, layers=tuple(layer for layer in self.layers if isinstance(layer.shape, PagedShape)))
 
     @cached_property
     def paged_spans(self) -> frozenset[int]:
@@ -271,24 +279,30 @@ class StateLayout:
                 if shape.record:
                     yield Part.DRAFT_KEYS, number, half, (shape.num_key_heads, records, shape.key_dim), _FP32
                     yield Part.DRAFT_UPDATES, number, half, (shape.num_value_heads, records, shape.value_dim), _FP32
-                    yield Part.DRAFT_GATES, number, half, (shape.num_value_heads, records), _FP32
+                    gates = () if shape.head_gates == 1 else (shape.head_gates,)
+                    yield Part.DRAFT_GATES, number, half, (shape.num_value_heads, records, *gates), _FP32
         for layer in self.layers:
-            if isinstance(layer.shape, AttentionShape):
+            if isinstance(layer.shape, PagedShape):
                 progress = spans[layer.span]
                 tokens = layer.shape.num_kv_heads, progress.num_tokens - progress.ahead, layer.shape.head_dim
-                yield Part.KEYS, layer.number, 0, tokens, self.itemsize
-                yield Part.VALUES, layer.number, 0, tokens, self.itemsize
+                for part in token_parts(layer.shape):
+                    yield part, layer.number, 0, tokens, self.itemsize
 
 
 def conv_parts(shape: RecurrentShape) -> tuple[tuple[Part, int, int], ...]:
     """Return what the channels of a convolution are, in their order in a line: part, heads, channels of a head."""
     keys = shape.num_key_heads, shape.key_dim
     values = shape.num_value_heads, shape.value_dim
-    if isinstance(shape, ShortConvShape):
+    if isinstance(shape, Mamba1Shape | ShortConvShape):
         return ((Part.CONV_X, *values),)
     if isinstance(shape, Mamba2Shape):
         return (Part.CONV_X, *values), (Part.CONV_B, *keys), (Part.CONV_C, *keys)
     return (Part.CONV_Q, *keys), (Part.CONV_K, *keys), (Part.CONV_V, *values)
+
+
+def token_parts(shape: PagedShape) -> tuple[Part, ...]:
+    """Return what is kept of tokens in pages, in the order of a layer's tensors."""
+    return (Part.KEYS, Part.VALUES)[: shape.page_parts]
 
 
 def state_bytes(sections: Sequence[Section]) -> int:

@@ -33,6 +33,16 @@ def test_activation_matches_the_reference(path: Path, shape: str) -> None:
     assert torch.equal(gate_up, before)
 
 
+def test_gates_are_limited_from_above_and_what_they_multiply_from_both_sides(path: Path) -> None:
+    gate_up = (3.0 * normal(9, 200)).to(path.device, path.dtype)
+    gate_up[0, 0], gate_up[1, 100] = torch.nan, torch.nan
+    got = path.silu_and_mul(gate_up, 0.75)
+    assert_close("y", got, silu_and_mul_reference(gate_up.double(), 0.75), path.dtype)
+    assert got[0, 0].isnan() and got[1, 0].isnan() and float(got.nan_to_num(0.0).abs().max()) < 0.75
+    with pytest.raises(ValueError, match=r"^limit: expected at least 0, got -1"):
+        silu_and_mul(gate_up, -1.0)
+
+
 def test_activation_is_rounded_as_models_round_it(path: Path) -> None:
     """Once behind silu, once behind the product; rounded once, a fifth of the bits would differ."""
     gate_up = normal(40, 1000).to(path.device, path.dtype)

@@ -62,11 +62,12 @@ def check(
     want, want_lse = flex_decode_reference(
         batch.q.double(),
         batch.k_pages.double(),
-        batch.v_pages.double(),
+        None if batch.layer.is_latent else batch.v_pages.double(),
         batch.page_table,
         batch.rows,
         modifiers=modifiers,
         return_lse=True,
+        value_dim=batch.layer.DV,
         **options,
     )
     assert_close("o", o, want, path.dtype)

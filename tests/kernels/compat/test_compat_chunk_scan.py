@@ -167,6 +167,55 @@ def test_gated_tokens_of_no_sequence_are_left_alone(path: Path) -> None:
     assert told["out"][2:15].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "scan", ["ragged", "empty-middle", "fresh", "limits-of-steps-as-they-come", "pool", "16-bit-gates"]
+)
+def test_the_state_behind_each_chunk_is_the_final_one_of_what_ends_there(path: Path, scan: str) -> None:
+    told, lengths = make_call(SCANS[scan], path), SCANS[scan].lengths
+    # Chunks as vLLM cuts them: of 32 tokens, the first one shorter where part of it was computed before.
+    bounds = [told["cu_seqlens"][0].item()]
+    sequence = []
+    for i, length in enumerate(lengths):
+        ends = [*range(32 - 5 * i, length, 32), length] if length else []
+        bounds += [int(told["cu_seqlens"][i]) + end for end in ends]
+        sequence += [i] * len(ends)
+    told["cu_chunk_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=path.device)
+    given = {name: told[name] for name in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")}
+    states = mamba_chunk_scan_combined_varlen(**told, return_intermediate_states=True)
+    assert states is not None and states.dtype == told["state_dtype"] and len(states) == len(sequence)
+    want_y, _ = field_scan(given, SCANS[scan].starts, SCANS[scan].limits, softplus=told["dt_softplus"])
+    assert_close("out", told["out"][bounds[0] : bounds[-1]], want_y[bounds[0] : bounds[-1]], path.dtype)
+    for chunk, i in enumerate(sequence):
+        starts = [int(told["cu_seqlens"][i]), bounds[chunk + 1]]
+        initial = None if given["initial_states"] is None else given["initial_states"][i : i + 1]
+        _, want = field_scan(
+            given | {"initial_states": initial}, starts, SCANS[scan].limits, softplus=told["dt_softplus"]
+        )
+        assert_close(f"state behind chunk {chunk}", states[chunk], want[0], path.dtype)
+    if scan == "pool":
+        assert told["final_states_out"][told["final_state_indices"].long()].isfinite().all()
+
+
+def test_the_state_behind_a_chunk_owes_nothing_to_sequences_before(path: Path) -> None:
+    told = make_call(SCANS["ragged"], path)
+    starts = told["cu_seqlens"].tolist()
+    told["cu_chunk_seqlens"] = told["cu_seqlens"].to(torch.int64)
+    told["cu_seqlens"] = told["cu_seqlens"].to(torch.int32)
+    want = mamba_chunk_scan_combined_varlen(**told, return_intermediate_states=True)
+    told["dt"] = told["dt"].clone()
+    told["dt"][starts[1] : starts[2]] = math.nan
+    states = mamba_chunk_scan_combined_varlen(**told, return_intermediate_states=True)
+    assert states is not None and want is not None and states[1].isnan().any()
+    others = [0, *range(2, len(want))]
+    assert want.isfinite().all() and torch.equal(states[others], want[others])
+
+
+def test_states_behind_chunks_need_chunks() -> None:
+    told = make_call(Scan((9,)), Path("cpu", torch.float32))
+    with pytest.raises(TypeError, match=r"^cu_chunk_seqlens: expected a tensor"):
+        mamba_chunk_scan_combined_varlen(**told, return_intermediate_states=True)
+
+
 def test_states_have_the_dtype_of_the_tokens_unless_told(path: Path) -> None:
     told = make_call(Scan((9,)), path) | {"state_dtype": None}
     states = mamba_chunk_scan_combined_varlen(**told)
@@ -193,7 +242,7 @@ def test_scan_names_the_wrong_argument() -> None:
         (TypeError, "dt_limit", (0.0,)),
         (TypeError, "dt_limit", (0.0, "inf")),
         (TypeError, "dt_softplus", good["dt_bias"]),
-        (ValueError, "return_intermediate_states", True),
+        (TypeError, "return_intermediate_states", 1),
         (TypeError, "final_states_out", good["final_states_out"].double()),
         (TypeError, "final_state_indices", None),
         (ValueError, "final_state_indices", good["final_state_indices"][:1]),

@@ -38,11 +38,11 @@ def update_package(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    cache_seqlens: None = None,
+    cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
     """Update lines whose history ends with the last column, however many there are."""
-    newest = conv_state[:, :, 1 - weight.shape[1] :]
+    newest = conv_state if cache_seqlens is not None else conv_state[:, :, 1 - weight.shape[1] :]
     indices = conv_state_indices
     return causal_conv1d_update(x, newest, weight, bias, activation, indices, cache_seqlens=cache_seqlens)
 
@@ -130,6 +130,53 @@ def test_numbers_of_tokens_tell_the_sequences_of_a_batch(path: Path, has_states:
             states[0] = initial[i]
         want = field_prefill(x[i], weight, bias, states, starts, lines, [True] * len(counts), silu=False)
         assert_close("y", y[i], want, path.dtype)
+
+
+@pytest.mark.parametrize("length", [1, 4, 9])
+@pytest.mark.parametrize("columns", [1, 3, 7])
+@pytest.mark.parametrize("picks", [True, False], ids=["lines", "all-lines"])
+def test_a_circular_line_has_a_token_in_the_column_of_its_number(
+    path: Path, length: int, columns: int, picks: bool
+) -> None:
+    width, device = (2, 4)[columns > 2], path.device
+    lines = [5, -1, 0, 3] if picks else [0, 1, 2, 3]
+    counts = [0, 2, 1023, 7]
+    x = normal(len(lines), DIM, length).to(path.dtype)
+    weight, bias = normal(DIM, width, seed=1), normal(DIM, seed=2)
+    state = normal(6 if picks else 4, columns, DIM, seed=3).to(path.dtype).transpose(1, 2)
+    kept = state.to(device).clone(memory_format=torch.preserve_format)
+    y = causal_conv1d_update(
+        x.to(device),
+        kept,
+        weight.to(device),
+        bias.to(device),
+        "silu",
+        cache_seqlens=torch.tensor(counts, dtype=torch.int32, device=device),
+        conv_state_indices=torch.tensor(lines, dtype=torch.int32, device=device) if picks else None,
+        out=torch.full_like(x, torch.nan, device=device),
+    )
+    for row, (line, count) in enumerate(zip(lines, counts, strict=True)):
+        if line < 0:
+            assert not y[row].any()
+            continue
+        at = [(count + i) % columns for i in range(1 - width, 0)]
+        history = torch.cat((state[line][:, at], x[row]), dim=1).float()
+        want = torch.nn.functional.conv1d(history[None], weight[:, None], bias, groups=DIM)[0]
+        assert_close("y", y[row], torch.nn.functional.silu(want), path.dtype)
+        for i in range(length):
+            state[line][:, (count + i) % columns] = x[row][:, i]
+    assert torch.equal(kept.cpu(), state)
+
+
+@pytest.mark.parametrize("pad", [-1, 0, 99])
+def test_no_line_changes_where_all_rows_of_circles_are_skipped(path: Path, pad: int) -> None:
+    """Whatever number says so: one of a line, or of none."""
+    state = normal(3, DIM, 5).to(path.device, path.dtype)
+    kept, nowhere = state.clone(), torch.full((2,), pad, device=path.device)
+    x, weight = normal(2, DIM, 2).to(path.device, path.dtype), normal(DIM, 4, seed=1).to(path.device)
+    counts = torch.tensor([1, 2], device=path.device)
+    y = causal_conv1d_update(x, kept, weight, conv_state_indices=nowhere, cache_seqlens=counts, pad_slot_id=pad)
+    assert not y.any() and torch.equal(kept, state)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -19,9 +19,9 @@ from deltaline_kernels.compat import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
     fused_sigmoid_gating_delta_rule_update,
-    gated_delta,
 )
-from deltaline_kernels.gated_delta.inputs import DeltaInputs
+from deltaline_kernels.compat.delta_rule import sequences
+from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 
 CHUNK: Any = chunk_gated_delta_rule
 ROW: Any = fused_recurrent_gated_delta_rule
@@ -33,7 +33,7 @@ def tokens_given(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> li
     """Return what the operation was given during a call."""
     seen: list[DeltaInputs] = []
     with monkeypatch.context() as patch:
-        patch.setattr(gated_delta, "run_gated_delta", lambda inputs, *_: seen.append(inputs))
+        patch.setattr(sequences, "run_gated_delta", lambda inputs, *_: seen.append(inputs))
         call()
     return seen
 
@@ -127,3 +127,31 @@ def test_a_sequence_goes_on_as_fla_calls_it(path: Path, v_first: bool) -> None:
     assert_close("final", final if v_first else final.transpose(2, 3), after, path.dtype)
     again, none = ROW(**rest, initial_state=middle, output_final_state=False)
     assert none is None and torch.equal(again, other)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gate", "decays"])
+@pytest.mark.parametrize("strengths", ["as-they-come", "sigmoid", "twice"])
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
+def test_gates_may_come_as_a_projection_leaves_them(path: Path, gated: bool, strengths: str, has_bias: bool) -> None:
+    case = Case([40], dense=True, packed=False)
+    call = make_call(case, path)
+    raw, logits = torch.randn(2, *call.tokens.g.shape, generator=torch.Generator().manual_seed(5)).to(path.device)
+    A_log, dt_bias = (torch.randn(raw.shape[-1], generator=torch.Generator().manual_seed(i)) for i in (6, 7))
+    decays = -A_log.double().exp() * torch.nn.functional.softplus(raw.cpu().double() + dt_bias * has_bias)
+    beta = logits.cpu().double().sigmoid() * (2 if strengths == "twice" else 1)
+    flags: dict[str, Any] = {}
+    if gated:
+        flags = {"use_gate_in_kernel": True, "A_log": A_log.to(path.device)}
+        flags |= {"dt_bias": dt_bias.to(path.device)} if has_bias else {}
+    if strengths != "as-they-come":
+        flags |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": strengths == "twice"}
+    exact = replace(call.tokens, g=decays.float(), beta=beta.float())
+    want, after = field_rows(exact, case.starts, torch.zeros_like(make_states(case, [0])[:1]))
+    told = call.arguments(
+        g=raw if gated else decays.float().to(path.device),
+        beta=beta.float().to(path.device) if strengths == "as-they-come" else logits,
+    )
+    for function in (CHUNK, ROW):
+        o, final = function(**told | flags, output_final_state=True, transpose_state_layout=False)
+        assert_close("o", o[0], want, path.dtype)
+        assert_close("final", final.transpose(2, 3), after, path.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,12 @@ def test_it_is_our_operation(path: Path) -> None:
     want = run_experts(**vars(batch))
     assert same_bits(call(batch), want)
     assert same_bits(call(batch, ids=batch.experts.long(), global_num_experts=5), want)
+
+
+def test_weights_in_fp8_have_their_scales_by_name(path: Path) -> None:
+    batch = make_batch(path, 9, 2, 5, 256, 128).in_fp8()
+    told = {"use_fp8_w8a8": True, "w1_scale": batch.gate_up_scales, "w2_scale": batch.down_scales}
+    assert same_bits(call(batch, **told, block_shape=[128, 128]), run_experts(**vars(batch)))
 
 
 def test_in_place_it_overwrites_the_tokens(path: Path) -> None:
@@ -58,6 +65,10 @@ def test_wide_numbers_that_are_no_expert_stay_none(path: Path) -> None:
     [
         ({"activation": "gelu"}, "activation: expected 'silu', the only one that is offered, got 'gelu'"),
         ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input: expected False"),
+        ({"use_fp8_w8a8": True}, "block_shape: expected [128, 128], got None"),
+        ({"use_fp8_w8a8": True, "block_shape": 128}, "block_shape: expected [128, 128], got 128"),
+        ({"use_fp8_w8a8": True, "block_shape": [128, 128]}, "w2: expected a multiple of 128"),
+        ({"a1_scale": torch.ones(1)}, "a1_scale: expected None, as tokens are not quantised"),
         ({"expert_map": torch.zeros(0, dtype=torch.int32)}, "expert_map: expected at least 1 expert, got none"),
         ({"ids": torch.zeros(3, 1, dtype=torch.int32)}, "topk_ids: expected shape"),
     ],
@@ -65,3 +76,11 @@ def test_wide_numbers_that_are_no_expert_stay_none(path: Path) -> None:
 def test_other_meanings_are_refused(told: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         call(make_batch(Path("cpu", torch.float32), 3, 2, 4), **told)
+
+
+@pytest.mark.parametrize(("name", "place"), [("w1", "gate_up"), ("w2", "down")])
+def test_weights_that_are_none_are_refused_by_name(name: str, place: str) -> None:
+    nothing: dict[str, Any] = {place: None}
+    batch = replace(make_batch(Path("cpu", torch.float32), 3, 2, 4), **nothing)
+    with pytest.raises(TypeError, match=f"^{name}: expected a tensor, got NoneType"):
+        call(batch)

@@ -16,7 +16,7 @@ from rigs.kernels.recurrence_checks import (
 )
 from rigs.kernels.recurrence_rows import SHORT_ROWS
 
-from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
+from deltaline_kernels.device.delta_rule.inputs import DeltaHeads, DeltaInputs
 from deltaline_kernels.rows import StateLines
 
 SMALL = Layer(H=1, HV=1, K=64, V=20, M=8)

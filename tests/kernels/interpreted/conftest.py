@@ -11,23 +11,37 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.in_turns import cases_by_test, take_every, values_of
 from rigs.kernels.paths import InterpretedPath
 
-from deltaline_kernels.compat import chunk_scan, flex, gated_delta, lora, mamba2, rows, slots
+from deltaline_kernels.compat import chunk_scan, flex, lora, mamba2, rows, selective_scan, slots
+from deltaline_kernels.compat.delta_rule import gate, sequences
+
+# Of the cases in fp32 of a test so many are one that runs by default.
+STEP = 4
+
+
+def pytest_ignore_collect(collection_path: FilePath) -> bool | None:
+    """Leave this folder out unless the interpreter is on, which is decided before triton is imported."""
+    return None if os.environ.get("TRITON_INTERPRET") == "1" else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests of this folder unless the interpreter is on, which is decided before triton is imported."""
-    reason = ""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        reason = "needs TRITON_INTERPRET=1: it runs Triton kernels on the CPU"
-    elif release("triton") < (3, 7) and release("numpy") >= (2, 5):
-        reason = "the interpreter of Triton before 3.7 can't loop to a bound from memory with NumPy 2.5 or later"
+    """Skip the tests of this folder where the interpreter is wrong, and leave most of their cases to sweeps: the
+    interpreter takes a thousand times as long as a GPU, on which all of them run."""
     own = [item for item in items if FilePath(__file__).parent in item.path.parents]
-    if reason:
+    if release("triton") < (3, 7) and release("numpy") >= (2, 5):
+        reason = "the interpreter of Triton before 3.7 can't loop to a bound from memory with NumPy 2.5 or later"
         for item in own:
             item.add_marker(pytest.mark.skip(reason=reason))
     leave_fp16_to_sweeps(own)
+    for cases in cases_by_test(item for item in own if not is_fp16(item)):
+        take_every(cases, STEP)
+
+
+def is_fp16(item: pytest.Item) -> bool:
+    path = values_of(item).get("path")
+    return isinstance(path, InterpretedPath) and path.dtype is torch.float16
 
 
 def leave_fp16_to_sweeps(items: list[pytest.Item]) -> None:
@@ -37,13 +51,8 @@ def leave_fp16_to_sweeps(items: list[pytest.Item]) -> None:
     """
     seen = set[str]()
     for item in items:
-        values = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        path, test = values.get("path"), item.nodeid.partition("[")[0]
-        if (
-            not isinstance(path, InterpretedPath)
-            or path.dtype is not torch.float16
-            or values.get("launches") == "one-launch"
-        ):
+        test = item.nodeid.partition("[")[0]
+        if not is_fp16(item) or values_of(item).get("launches") == "one-launch":
             continue
         if test in seen:
             item.add_marker(pytest.mark.sweep)
@@ -91,17 +100,24 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     from deltaline_kernels.compat.conv1d.launch import convolve_triton
     from deltaline_kernels.compat.lora.launch import expand_triton, shrink_triton
     from deltaline_kernels.gated_delta.launch import gated_delta_triton
+    from deltaline_kernels.kda.decay_kernel import find_decays_triton
+    from deltaline_kernels.kda.launch import kda_triton
+    from deltaline_kernels.mamba1.recurrent import mamba1_triton
     from deltaline_kernels.mamba2.launch import mamba2_triton
 
     monkeypatch.setattr(rows, "place_on_host", build_rows)
     monkeypatch.setattr(by_device, "convolve_cpu", convolve_triton)
-    monkeypatch.setattr(gated_delta, "run_gated_delta", gated_delta_triton)
+    monkeypatch.setattr(sequences, "run_gated_delta", gated_delta_triton)
+    monkeypatch.setattr(sequences, "run_kda", kda_triton)
+    monkeypatch.setattr(gate, "find_decays", find_decays_triton)
     monkeypatch.setattr(flex, "attend_cpu", flex.attend_triton)
     monkeypatch.setattr(lora, "shrink_cpu", shrink_triton)
     monkeypatch.setattr(lora, "expand_cpu", expand_triton)
     for module in (mamba2, chunk_scan):
         monkeypatch.setattr(module, "run_mamba2", mamba2_triton)
-    for module in (gated_delta, mamba2, slots):
+    for module in (mamba2, selective_scan):
+        monkeypatch.setattr(module, "run_mamba1", mamba1_triton)
+    for module in (sequences, mamba2, selective_scan, slots):
         monkeypatch.setattr(module, "check_contents", lambda *_: None)
 
 

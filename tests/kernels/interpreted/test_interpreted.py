@@ -27,6 +27,7 @@ from kernels.gated_delta.test_gated_delta import (
 )
 from kernels.gated_delta.test_gated_delta_chunks import LAYERS, in_parts
 from kernels.norm.test_norm import (
+    test_a_gate_may_be_a_sigmoid,
     test_a_norm_of_what_is_gated_is_that_of_each_group,
     test_norm_matches_the_reference,
     test_norm_of_zeros_is_zero,

@@ -28,7 +28,8 @@ from kernels.compat.test_compat_conv1d_package import (
 from rigs.kernels.delta_calls import Case, good_chunk, good_rows
 from rigs.kernels.paths import InterpretedPath
 
-from deltaline_kernels.compat import gated_delta, rows
+from deltaline_kernels.compat import rows
+from deltaline_kernels.compat.delta_rule import sequences
 
 
 @pytest.mark.parametrize("case", convolution.PREFILLS)

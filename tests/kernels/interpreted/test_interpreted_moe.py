@@ -10,6 +10,7 @@ from kernels.moe.test_experts import (
     test_a_token_that_is_not_finite_spoils_no_other,
     test_a_token_without_experts_gets_zeros,
     test_choices_are_sorted_by_their_experts,
+    test_experts_within_a_limit_match_the_reference,
     test_experts_without_gates_match_the_reference,
     test_integers_give_exact_products,
     test_many_tokens_are_computed_one_part_after_the_other,
@@ -36,6 +37,12 @@ from rigs.kernels.paths import InterpretedPath
 @pytest.mark.parametrize("case", ["one-token", "few-tokens", "odd-sizes", "several-tiles", "all-experts"])
 def test_experts_match_the_reference(path: InterpretedPath, case: str, choose: Choose) -> None:
     checks.test_experts_match_the_reference(path, case, choose)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("case", "activation"), [("sorted", "silu"), ("odd-sizes", "relu2")])
+def test_experts_in_fp8_match_the_reference(path: InterpretedPath, case: str, activation: str) -> None:
+    checks.test_experts_in_fp8_match_the_reference(path, case, activation)
 
 
 @pytest.mark.usefixtures("kernels")

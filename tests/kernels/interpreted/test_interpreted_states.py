@@ -5,7 +5,7 @@ from __future__ import annotations
 import kernels.test_states as checks
 import pytest
 import torch
-from kernels.test_states import KINDS, test_a_state_for_each_token_leaves_outputs_as_they_are
+from kernels.test_states import KINDS, MAKERS, test_a_state_for_each_token_leaves_outputs_as_they_are
 from rigs.kernels.paths import InterpretedPath
 
 __all__ = ["test_a_state_for_each_token_leaves_outputs_as_they_are"]
@@ -13,9 +13,10 @@ __all__ = ["test_a_state_for_each_token_leaves_outputs_as_they_are"]
 
 # Of the sizes that have kernels of their own.
 HALF = InterpretedPath("cpu", torch.float16)
+LARGE = pytest.mark.parametrize("kind", ["delta", "mamba2"])
 
 
-@KINDS
+@LARGE
 def test_lines_may_lie_apart_by_whole_vectors(kind: str) -> None:
     checks.test_lines_may_lie_apart(HALF, kind, 64, 64)
 
@@ -29,7 +30,7 @@ def test_lines_of_a_convolution_may_lie_apart(exact_path: InterpretedPath) -> No
     checks.test_lines_of_a_convolution_may_lie_apart(exact_path)
 
 
-@KINDS
+@LARGE
 def test_states_are_written_elsewhere(kind: str) -> None:
     checks.test_states_are_written_elsewhere(HALF, kind)
 

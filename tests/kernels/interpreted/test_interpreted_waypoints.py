@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from kernels.test_waypoints import (
 from kernels.test_waypoints import test_a_waypoint_has_the_last_inputs_of_a_convolution as check_convolution
 from rigs.kernels.batches import Layer, Row
 from rigs.kernels.paths import InterpretedPath
+from rigs.kernels.scan_batches import ScanLayer, make_scan_batch
 from rigs.kernels.walks import ALIGNED, cut_rows
 from rigs.kernels.waypoint_checks import check_waypoints, check_waypoints_against_reference, leave_states
 
 HALF = InterpretedPath("cpu", torch.float16)
-KINDS = pytest.mark.parametrize("kind", MAKERS)
 WALKS: dict[str, Any] = {
     "delta": (delta.chunk, Layer(H=1, HV=2, K=64, V=64)),
     "mamba2": (mamba2.chunk, mamba2.SMALL),
@@ -32,8 +33,9 @@ FEW, FEW_PLACES = [*FIRST, Row(64, fresh=True, to="other")], [(1, 128), (3, 64)]
 MANY, MANY_PLACES = [*FIRST, Row(128, to="nowhere")], [(1, 64), (1, 128), (3, 128)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@KINDS
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*product(WALKS, [torch.float32, torch.bfloat16]), ("kda", torch.bfloat16)], ids=str
+)
 def test_an_exact_waypoint_is_what_the_tokens_before_it_leave(
     exact_path: InterpretedPath, kind: str, dtype: torch.dtype
 ) -> None:
@@ -43,9 +45,17 @@ def test_an_exact_waypoint_is_what_the_tokens_before_it_leave(
     check_waypoints_against_reference(make(), exact_path, FEW, FEW_PLACES, dtype)
 
 
+def test_a_waypoint_between_two_tokens_is_what_those_before_it_leave(exact_path: InterpretedPath) -> None:
+    """Of rows that go token by token: fewer of them, since each takes as long."""
+    rows, places = [Row(1), Row(70, replayed=2, half=1), Row(64, fresh=True, to="other")], [(1, 64), (2, 64)]
+    make = partial(make_scan_batch, rows, exact_path, ScanLayer(D=3), state_dtype=torch.bfloat16)
+    check_waypoints(make, exact_path, partial(leave_states, exact_path), rows, places)
+    check_waypoints_against_reference(make(), exact_path, rows, places, torch.bfloat16)
+
+
 @pytest.mark.parametrize("padding", [ALIGNED, 3], ids=["tiles", "masks"])
 @pytest.mark.parametrize("length", [0, 64, 128], ids=["whole", "parts-of-64", "parts-of-128"])
-@KINDS
+@pytest.mark.parametrize("kind", WALKS)
 def test_a_waypoint_is_what_the_tokens_before_it_leave(
     kind: str, length: int, padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +66,12 @@ def test_a_waypoint_is_what_the_tokens_before_it_leave(
     make = partial(MAKERS[kind][0], MANY, HALF, layer, state_dtype=dtype, padding=padding)
     check_waypoints(make, HALF, partial(leave_states, HALF), MANY, MANY_PLACES)
     check_waypoints_against_reference(make(), HALF, MANY, MANY_PLACES, dtype if length else None)
+
+
+def test_a_waypoint_of_kda_in_chunks_is_what_the_tokens_before_it_leave() -> None:
+    make = partial(MAKERS["kda"][0], MANY, HALF)
+    check_waypoints(make, HALF, partial(leave_states, HALF), MANY, MANY_PLACES)
+    check_waypoints_against_reference(make(), HALF, MANY, MANY_PLACES)
 
 
 def test_a_waypoint_has_the_last_inputs_of_a_convolution() -> None:

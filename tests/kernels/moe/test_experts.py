@@ -15,6 +15,12 @@ from rigs.kernels.tolerance import assert_close
 from deltaline_kernels import Router, route_and_run_experts
 from deltaline_kernels.moe import plan
 
+# As below, with weights of several blocks, cut ones among them; and where choices are sorted.
+FP8_CASES: dict[str, tuple[int, int, int, int, int]] = {
+    "few-tokens": (3, 3, 5, 300, 140),
+    "odd-sizes": (7, 2, 5, 141, 133),
+    "sorted": (9, 2, 3, 144, 272),
+}
 # Tokens, choices, experts, channels outside and inside.
 CASES: dict[str, tuple[int, int, int, int, int]] = {
     "one-token": (1, 3, 8, 48, 40),
@@ -60,10 +66,40 @@ def test_experts_match_the_reference(path: Path, case: str, choose: Choose) -> N
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("case", FP8_CASES)
+def test_experts_in_fp8_match_the_reference(path: Path, case: str, activation: str) -> None:
+    batch = make_batch(path, *FP8_CASES[case], some, activation=activation).in_fp8()
+    assert_close("out", batch.run(path), batch.run_reference(), path.dtype)
+
+
+def test_halves_of_experts_in_fp8_have_blocks_of_their_own() -> None:
+    """The reference is that of weights times scales, each found by hand."""
+    batch = make_batch(Path("cpu", torch.float32), 7, 2, 3, 141, 133, one).in_fp8()
+    assert batch.gate_up_scales is not None and batch.down_scales is not None
+    rows, width, inner = torch.arange(266), torch.arange(141) // 128, torch.arange(133) // 128
+    of_rows = rows // 133 * 2 + rows % 133 // 128
+    gate_up = batch.gate_up.double() * batch.gate_up_scales.double()[:, of_rows[:, None], width]
+    down = batch.down.double() * batch.down_scales.double()[:, width[:, None], inner]
+    plain = replace(batch, gate_up=gate_up, down=down, gate_up_scales=None, down_scales=None)
+    assert_close("out", batch.run_reference(), plain.run_reference(), torch.float32)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", ["few-tokens", "odd-sizes", "tiles"])
 def test_experts_without_gates_match_the_reference(path: Path, case: str) -> None:
     batch = make_batch(path, *CASES[case], some, activation="relu2")
     assert_close("out", batch.run(path), batch.run_reference(), path.dtype)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("case", ["few-tokens", "tiles"])
+def test_experts_within_a_limit_match_the_reference(path: Path, case: str) -> None:
+    """Of gates from above alone, of what they multiply from both sides; it tells in most of them."""
+    batch = replace(make_batch(path, *CASES[case], some), limit=0.4)
+    assert_close("out", batch.run(path), batch.run_reference(), path.dtype)
+    batch.x[0] = torch.nan
+    assert batch.run(path)[0].isnan().all() and not batch.run_reference()[1:].isnan().any()
 
 
 @pytest.mark.usefixtures("kernels")

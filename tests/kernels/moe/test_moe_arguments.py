@@ -65,7 +65,11 @@ def test_a_router_is_expected() -> None:
         ({"x": torch.zeros(3, 47)}, ValueError, "gate_up: expected shape [*, *, 47], got [4, 80, 48]"),
         ({"x": torch.zeros(3, 48, dtype=torch.float64)}, TypeError, "x: expected torch.float32 or"),
         ({"gate_up": torch.zeros(4, 81, 48)}, ValueError, "gate_up: expected shape [E, 2 I, H], none of them 0"),
-        ({"gate_up": torch.zeros(4, 80, 48).half()}, TypeError, "gate_up: expected torch.float32, got torch.float16"),
+        (
+            {"gate_up": torch.zeros(4, 80, 48).half()},
+            TypeError,
+            "gate_up: expected torch.float32 or torch.float8_e4m3fn, got",
+        ),
         ({"down": torch.zeros(4, 48, 39)}, ValueError, "down: expected shape [4, 48, 40], got [4, 48, 39]"),
         ({"down": torch.zeros(4, 40, 48).mT}, ValueError, "down: expected a contiguous tensor"),
         ({"weights": torch.zeros(2, 2)}, ValueError, "weights: expected shape [3, *], got [2, 2]"),
@@ -78,3 +82,50 @@ def test_wrong_batches_are_refused(told: dict[str, Any], error: type[Exception],
     batch = make_batch(CPU, 3, 2, 4)
     with pytest.raises(error, match=f"^{re.escape(words)}"):
         run_experts(**{**vars(batch), **told})
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "words"),
+    [
+        ({"gate_up_scales": None}, TypeError, "gate_up_scales: expected a tensor, got NoneType"),
+        (
+            {"gate_up_scales": torch.ones(4, 2, 2)},
+            ValueError,
+            "gate_up_scales: expected shape [4, 4, 2], got [4, 2, 2]",
+        ),
+        ({"down_scales": torch.ones(4, 2)}, ValueError, "down_scales: expected shape [4, 2, 2], got [4, 2]"),
+        (
+            {"down_scales": torch.ones(4, 2, 2).half()},
+            TypeError,
+            "down_scales: expected torch.float32, got torch.float16",
+        ),
+        ({"down": torch.zeros(4, 150, 140)}, TypeError, "down: expected torch.float8_e4m3fn, got torch.float32"),
+        ({"gate_up": torch.zeros(4, 280, 150)}, TypeError, "down: expected torch.float32, got torch.float8_e4m3fn"),
+    ],
+)
+def test_wrong_weights_in_fp8_are_refused(told: dict[str, Any], error: type[Exception], words: str) -> None:
+    batch = make_batch(CPU, 3, 2, 4, 150, 140).in_fp8()
+    with pytest.raises(error, match=f"^{re.escape(words)}"):
+        run_experts(**{**vars(batch), **told})
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "words"),
+    [
+        ({"limit": -1.0}, ValueError, "limit: expected at least 0, and 0 with silu, got -1.0"),
+        ({"limit": "10"}, TypeError, "limit: expected a number, got str"),
+        ({"limit": float("nan")}, ValueError, "limit: expected a finite number, got nan"),
+    ],
+)
+def test_wrong_limits_are_refused(told: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(words)}"):
+        run_experts(**{**vars(make_batch(CPU, 3, 2, 4)), **told})
+    without_gates = vars(make_batch(CPU, 3, 2, 4, activation="relu2")) | {"limit": 1.0}
+    with pytest.raises(ValueError, match=r"^limit: expected at least 0, and 0 with relu2, got 1\.0"):
+        run_experts(**without_gates)
+
+
+def test_scales_of_other_weights_are_refused() -> None:
+    words = "down_scales: expected None beside weights in torch.float32, got a tensor"
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
+        run_experts(**{**vars(make_batch(CPU, 3, 2, 4)), "down_scales": torch.ones(4, 1, 1)})

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def compile_experts(monkeypatch: pytest.MonkeyPatch, num_tokens: int, activation: str = "silu") -> dict[str, list[str]]:
+def compile_experts(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, activation: str = "silu", *, in_fp8: bool = False
+) -> dict[str, list[str]]:
     """Return the code of the kernels by their names for a model with 16 of 35B-A3B's experts; check that they fit."""
     pytest.importorskip("triton")
 
@@ -27,10 +29,17 @@ def compile_experts(monkeypatch: pytest.MonkeyPatch, num_tokens: int, activation
         return torch.empty(size, dtype=dtype, device="meta")
 
     rows = 1024 if activation == "silu" else 512
-    x, gate_up, down = draw(num_tokens, 2048), draw(16, rows, 2048), draw(16, 2048, 512)
+    of_weights = torch.float8_e4m3fn if in_fp8 else torch.bfloat16
+    x, gate_up, down = (
+        draw(num_tokens, 2048),
+        draw(16, rows, 2048, dtype=of_weights),
+        draw(16, 2048, 512, dtype=of_weights),
+    )
+    scales = [draw(16, size // 128, inputs // 128, dtype=torch.float32) for size, inputs in ((rows, 2048), (2048, 512))]
     weights, experts = draw(num_tokens, 9, dtype=torch.float32), draw(num_tokens, 9, dtype=torch.int32)
     found: dict[str, list[str]] = {}
-    for kernel in compile_launches(monkeypatch, lambda: run_experts(x, gate_up, down, weights, experts, activation)):
+    given = x, gate_up, down, weights, experts, activation, *(scales if in_fp8 else ())
+    for kernel in compile_launches(monkeypatch, lambda: run_experts(*given)):
         assert kernel.metadata.shared <= SHARED_BYTES
         found.setdefault(kernel.metadata.name, []).append(kernel.asm["ptx"])
     return found
@@ -57,6 +66,20 @@ def test_weights_are_read_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch, nu
         for ptx in found[name]:
             assert "cp.async.cg" in ptx if name == "_multiply" else "ld.global.v4" in ptx
             assert not re.search(r"ld\.global\.b16|cp\.async\.ca", ptx)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 40, 100, 4096])
+def test_weights_in_fp8_are_read_as_they_are(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
+    """16 bytes at a time, and no operand of an asynchronous product lies in registers; each is waited for, as its sum
+    meets a scale."""
+    for name, codes in compile_experts(monkeypatch, num_tokens, in_fp8=True).items():
+        for ptx in codes if name in ("_first", "_second", "_multiply", "_up", "_down") else ():
+            assert "e4m3x2" in ptx
+            assert re.search(r"cp\.async\.cg|cp\.async\.bulk\.tensor|ld\.global\.v4", ptx)
+            assert not re.search(r"ld\.global\.b16|cp\.async\.ca", ptx)
+            assert set(re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*(\S)", ptx)) <= {"%"}
+            assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", ptx)) <= {"0"}
+            assert ("wgmma" in ptx) == (num_tokens >= 100)
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
@@ -92,6 +115,7 @@ def test_where_choices_are_sorted(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     x, down = torch.empty(1, size[1], dtype=dtype, device="meta"), torch.empty(size, dtype=dtype, device="meta")
+    assert not plan.is_sorted(1 << 20, 1, x, down[:, :, :-8].to(torch.float8_e4m3fn))  # rows of 504 bytes
     least = plan.SORTED_CHOICES * size[0]
     assert plan.is_sorted(least, 1, x, down) is expected
     assert not plan.is_sorted(least - 1, 1, x, down)

@@ -19,6 +19,7 @@ from deltaline_kernels.moe import plan
 GPU = Path("cuda", torch.bfloat16)
 # Tokens of every way: choice by choice, in tiles of every size, sorted.
 TOKENS = (1, 4, 5, 16, 48, 128, 400)
+IN_FP8 = pytest.mark.parametrize("in_fp8", [False, True], ids=["", "fp8"])
 pytestmark = pytest.mark.gpu
 
 
@@ -27,25 +28,31 @@ def nan_memory() -> None:
     """Leave torch.empty as it is: while a graph is captured, what fills it would be captured."""
 
 
+@IN_FP8
 @pytest.mark.parametrize("choose", [anything, one, some], ids=lambda choose: choose.__name__)
 @pytest.mark.parametrize("num_tokens", TOKENS)
-def test_sizes_of_a_model_match_the_reference(num_tokens: int, choose: Choose) -> None:
+def test_sizes_of_a_model_match_the_reference(num_tokens: int, choose: Choose, in_fp8: bool) -> None:
     batch = make_batch(GPU, num_tokens, 4, 16, 512, 256, choose)
+    batch = batch.in_fp8() if in_fp8 else batch
     assert_close("out", batch.run(GPU), batch.run_reference(), GPU.dtype)
 
 
+@IN_FP8
 @pytest.mark.parametrize("choose", [anything, one, some], ids=lambda choose: choose.__name__)
-def test_sorted_choices_match_the_reference(monkeypatch: pytest.MonkeyPatch, choose: Choose) -> None:
+def test_sorted_choices_match_the_reference(monkeypatch: pytest.MonkeyPatch, choose: Choose, in_fp8: bool) -> None:
     monkeypatch.setattr(plan, "DIRECT_TOKENS", 0)
     monkeypatch.setattr(plan, "SORTED_CHOICES", 0)
     for num_tokens in (1, 3, 40, 300, 2100):
         batch = make_batch(GPU, num_tokens, 4, 16, 256, 128, choose, num_tokens)
+        batch = batch.in_fp8() if in_fp8 else batch
         assert_close("out", batch.run(GPU), batch.run_reference(), GPU.dtype)
 
 
+@IN_FP8
 @pytest.mark.parametrize("num_tokens", TOKENS)
-def test_row_does_not_depend_on_its_neighbours(num_tokens: int) -> None:
+def test_row_does_not_depend_on_its_neighbours(num_tokens: int, in_fp8: bool) -> None:
     batch = make_batch(GPU, num_tokens, 4, 16, 512, 256)
+    batch = batch.in_fp8() if in_fp8 else batch
     got, row, shift = batch.run(GPU), num_tokens // 2, num_tokens // 3
     assert same_bits(batch.alone(row).run(GPU)[row], got[row])
     assert same_bits(batch.rolled(shift).run(GPU).roll(-shift, 0), got)

@@ -37,6 +37,23 @@ def test_norm_matches_the_reference(path: Path, shape: str, shared: bool, gate_f
     assert_close("y", got, gated_rms_norm_reference(o, z, weight, 1e-6, gate_first=gate_first), path.dtype)
 
 
+@pytest.mark.parametrize("gate_first", [False, True], ids=["gate-last", "gate-first"])
+def test_a_gate_may_be_a_sigmoid(path: Path, gate_first: bool) -> None:
+    o, z, weight = (normal(7, 3, 20, seed=seed).to(path.device, path.dtype) for seed in range(3))
+    weight = weight[0, 0].float()
+    x = o.double() * z.double().sigmoid() if gate_first else o.double()
+    want = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    want = want if gate_first else want * z.double().sigmoid()
+    got = path.norm(o, z, weight, 1e-5, gate_first=gate_first, activation="sigmoid")
+    assert_close("y", got, want.flatten(1), path.dtype)
+
+
+def test_another_gate_is_refused() -> None:
+    o = normal(2, 3, 8)
+    with pytest.raises(ValueError, match=r"^activation: expected one of silu, sigmoid, got 'relu'"):
+        gated_rms_norm(o, o, normal(8), 1e-5, activation="relu")
+
+
 @pytest.mark.parametrize("groups", [1, 8])
 def test_a_norm_of_what_is_gated_is_that_of_each_group(path: Path, groups: int) -> None:
     """mamba-ssm has 8 groups of 1,024 channels for Codestral-Mamba, and transformers one of all."""

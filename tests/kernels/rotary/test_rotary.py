@@ -40,6 +40,8 @@ SIZES = {
     "odd": Heads(HQ=3, HKV=3, D=13, DV=1, R=6, page_size=3, gate=2),
     "one-pair-of-many": Heads(HQ=32, HKV=8, D=128, DV=128, R=2),
     "pairs": Heads(D=2, DV=5, R=2, page_size=1),
+    "latents": Heads(HQ=8, HKV=1, D=64, DV=512, R=64, is_latent=True),
+    "odd-latents": Heads(HQ=3, HKV=1, D=5, DV=33, R=2, page_size=3, is_latent=True),
     "every-channel": Heads(HQ=6, HKV=1, D=256, DV=256, R=256),
 }
 

@@ -69,11 +69,20 @@ def test_sizes_that_do_not_fit(good: RotaryBatch, name: str, index: tuple[slice,
 
 
 def test_heads_of_no_or_too_many_channels(good: RotaryBatch) -> None:
-    q, k, v = (tensor.new_zeros(5, tensor.shape[1], 257) for tensor in (good.q, good.k, good.v))
+    q, k = (tensor.new_zeros(5, tensor.shape[1], 257) for tensor in (good.q, good.k))
     refuse(ValueError, "q: expected heads of 1..256 channels, got 257", good, q=q, k=k)
-    refuse(ValueError, "v: expected heads of 1..256 channels, got 257", good, v=v)
+    v = good.v.new_zeros(5, good.v.shape[1], 513)
+    refuse(ValueError, "v: expected heads of 1..512 channels, got 513", good, v=v)
     refuse(ValueError, "v: expected ", good, v=v.new_zeros(5, 2, 0))
     refuse(ValueError, "k: expected at least 1 head, got 0", good, k=k.new_zeros(5, 0, 16), v=v.new_zeros(5, 0, 24))
+
+
+def test_pages_whose_tokens_are_no_stride_apart(good: RotaryBatch) -> None:
+    latents = torch.zeros(*good.k_pages.shape[:2], 2, 40)
+    views = {"k_pages": latents[..., 24:], "v_pages": latents[..., :24]}
+    refuse(ValueError, "k_pages: expected a contiguous tensor, got strides (", good, **views)  # more than one head
+    for other in (good.v_pages.transpose(0, 1).contiguous().transpose(0, 1), good.v_pages.mT.contiguous().mT):
+        refuse(ValueError, "v_pages: expected a contiguous tensor, got strides (", good, v_pages=other)
 
 
 def test_strides_that_do_not_fit(good: RotaryBatch) -> None:

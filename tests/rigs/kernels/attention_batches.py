@@ -37,13 +37,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Layer:
-    """The sizes of an attention; `page` is the keys of a page."""
+    """The sizes of an attention; `page` is the keys of a page. is_latent: the values are the first of the keys."""
 
     HQ: int = 4
     HKV: int = 2
     D: int = 64
     DV: int = 64
     page: int = 16
+    is_latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,22 @@ class Batch:
 
     def attend(self, path: Path, modifiers: Modifiers | None = None, **options: Any) -> tuple[Tensor, Tensor]:
         """Return o and lse, by the path's way; options as of `flex_decode`."""
+        value_dim = self.layer.DV if self.layer.is_latent else None
+        values = None if self.layer.is_latent else self.v_pages
         if not isinstance(path, InterpretedPath):
-            arguments = (self.q, self.k_pages, self.v_pages, self.page_table, self.rows)
-            o, lse = flex_decode(*arguments, modifiers=modifiers, return_lse=True, **options)
+            arguments = (self.q, self.k_pages, values, self.page_table, self.rows)
+            o, lse = flex_decode(*arguments, modifiers=modifiers, return_lse=True, value_dim=value_dim, **options)
             return o, lse
         from deltaline_kernels.attention.launch import flex_decode_triton
 
         layer = self.layer
         o, lse = torch.empty(*self.q.shape[:2], layer.DV, dtype=self.q.dtype), torch.empty(self.q.shape[:2])
         keys = Keys(
-            self.k_pages, self.v_pages, self.page_table, layer.page, layer.page * self.page_table.shape[1], False, False
+            self.k_pages, values, self.page_table, layer.page, layer.page * self.page_table.shape[1], False, False
         )
-        heads = AttentionHeads(layer.HQ, layer.HKV, layer.D, layer.DV, options.get("scale", layer.D**-0.5))
+        heads = AttentionHeads(
+            layer.HQ, layer.HKV, layer.D, layer.DV, options.get("scale", layer.D**-0.5), layer.is_latent
+        )
         sinks, gate = options.get("sinks"), options.get("gate")
         modifiers = Modifiers() if modifiers is None else modifiers
         queries = Queries(self.q, heads, modifiers, sinks, gate, options.get("blocks"))
@@ -177,6 +182,7 @@ def make_batch(
     for row, line in zip(members, lines, strict=True):
         n = row.position + row.tokens
         k, v = (torch.randn(n, layer.HKV, size, generator=generator).to(path.dtype) for size in (layer.D, layer.DV))
+        v = k[..., : layer.DV] if layer.is_latent else v
         if not row.skipped:
             j = torch.arange(n)
             pages = table[line, j // layer.page].long()
@@ -201,6 +207,8 @@ def make_batch(
     q, gate = both.split((layer.D, layer.DV), dim=-1)
     sinks = torch.randn(layer.HQ, generator=generator).to(path.device)
     k_pages, v_pages, table = (x.to(path.device) for x in (k_pages, v_pages, table))
+    if layer.is_latent:
+        v_pages = k_pages[..., : layer.DV]
     return Batch(layer, q, k_pages, v_pages, table, rows, list(members), lines, gate, sinks, keys)
 
 

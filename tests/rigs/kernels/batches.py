@@ -11,7 +11,7 @@ from rigs.kernels.paths import InterpretedPath, Path
 from torch import Tensor
 
 from deltaline_kernels import Rows, gated_delta, gated_delta_reference
-from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
+from deltaline_kernels.device.delta_rule.inputs import DeltaHeads, DeltaInputs
 from deltaline_kernels.rows import StateLines
 
 
@@ -69,7 +69,7 @@ class Recurrent:
         if not isinstance(path, InterpretedPath):
             return self.run_public()
         tokens = getattr(self, self.PACKED[0])
-        o = torch.empty(len(tokens), *self.state.shape[1:3], dtype=tokens.dtype)
+        o = torch.empty(len(tokens), *self.state.shape[1:-1], dtype=tokens.dtype)
         self.launch(StateLines(self.state, self.drafts), self.rows, o)
         return o
 

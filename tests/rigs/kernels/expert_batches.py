@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from rigs.kernels.fp8_batches import stored
 from rigs.kernels.paths import Path
 from torch import Tensor
 
@@ -20,14 +21,38 @@ class Batch:
     weights: Tensor
     experts: Tensor
     activation: str = "silu"
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+    limit: float = 0.0
 
     def run(self, path: Path) -> Tensor:
-        return path.run_experts(self.x, self.gate_up, self.down, self.weights, self.experts, self.activation)
+        routes = self.weights, self.experts, self.activation
+        scales = self.gate_up_scales, self.down_scales, self.limit
+        return path.run_experts(self.x, self.gate_up, self.down, *routes, *scales)
 
     def run_reference(self) -> Tensor:
         """Return the outputs of the reference, in fp64 of these very inputs."""
-        x, gate_up, down, weights = (part.double() for part in (self.x, self.gate_up, self.down, self.weights))
-        return run_experts_reference(x, gate_up, down, weights, self.experts, self.activation)
+        routes = self.weights.double(), self.experts, self.activation
+        scales = self.gate_up_scales, self.down_scales, self.limit
+        return run_experts_reference(self.x.double(), self.gate_up, self.down, *routes, *scales)
+
+    def in_fp8(self, seed: int = 0) -> Batch:
+        """Return the batch with weights in FP8 in place of its own, of which no scale of an expert that none has is a
+        number."""
+        num_experts, width, inner = self.down.shape
+        halves, device = self.gate_up.shape[1] // inner, self.x.device
+        first, of_first = stored(num_experts * halves, inner, width, seed=seed)
+        second, of_second = stored(num_experts, width, inner, seed=seed + 1)
+        of_first = of_first.view(num_experts, halves * of_first.shape[1], -1)
+        unused = ~torch.isin(torch.arange(num_experts), self.experts.cpu())
+        of_first[unused], of_second[unused] = torch.nan, torch.nan
+        return replace(
+            self,
+            gate_up=first.view(num_experts, halves * inner, width).to(device),
+            down=second.to(device),
+            gate_up_scales=of_first.to(device),
+            down_scales=of_second.to(device),
+        )
 
     def rolled(self, shift: int) -> Batch:
         """Return the batch with its tokens in other places, at the same strides: a kernel is compiled for these."""

@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from kernels.compat import test_compat_chunk_scan as scans
 from kernels.compat import test_compat_mamba2 as updates
+from kernels.compat import test_compat_selective_scan as scans1
 from rigs.kernels import attention_batches, batches, lora_batches
 from rigs.kernels.batches import Row
 from rigs.kernels.delta_calls import Case, good_chunk, good_rows, good_update
 from rigs.kernels.draws import normal
 from rigs.kernels.expert_batches import make_batch as make_experts
 from rigs.kernels.field_lora import metadata
+from rigs.kernels.kda_batches import make_kda_batch
 from rigs.kernels.mamba_batches import make_mamba_batch
 from rigs.kernels.mhc_batches import make_streams
 from rigs.kernels.paths import Path
 from rigs.kernels.rotary_batches import Row as RotaryRow
 from rigs.kernels.rotary_batches import make_rotary_batch
+from rigs.kernels.scan_batches import make_scan_batch
 from torch import Tensor
 
 from deltaline_kernels import Router, group_tokens
@@ -61,12 +64,54 @@ def gated_delta_of(batch: Any) -> Given:
     return pick(batch, "qkv a b A_log dt_bias state drafts rows", num_key_heads=batch.layer.H)
 
 
+def kda(path: Path) -> Given:
+    return kda_of(make_kda_batch([Row(1), Row(3, verify=True), Row(9)], path), lower_bound=-5.0)
+
+
+def kda_of(batch: Any, **more: Any) -> Given:
+    return pick(batch, "qkv a b A_log dt_bias state drafts rows", num_key_heads=batch.layer.H, **more)
+
+
+def kda_call(path: Path, **more: Any) -> Given:
+    """Arguments that the engines' functions of KDA have in common, of two rows."""
+    told = {"q": draw(path, 1, 5, 1, 16), "k": draw(path, 1, 5, 1, 16), "v": draw(path, 1, 5, 2, 8)}
+    told |= {"g": -draw(path, 1, 5, 2, 16).abs(), "beta": draw(path, 1, 5, 2).sigmoid()}
+    return told | {"cu_seqlens": ints(path, 0, 3, 5), "use_qk_l2norm_in_kernel": True} | more
+
+
+def kda_pool(path: Path) -> Given:
+    pool = normal(3, 2, 8, 16).to(path.device)
+    return kda_call(path, initial_state=pool, ssm_state_indices=ints(path, 2, 0), state_v_first=True)
+
+
+def kda_flash(path: Path) -> Given:
+    told: Given = {"q": draw(path, 1, 5, 2, 16), "k": draw(path, 1, 5, 2, 16), "v": draw(path, 1, 5, 2, 8)}
+    told |= {"g": draw(path, 1, 5, 2, 16), "beta": draw(path, 1, 5, 2), "scale": 0.25, "out": draw(path, 1, 5, 2, 8)}
+    told |= {"A_log": normal(2).to(path.device), "dt_bias": normal(2, 16).to(path.device), "lower_bound": -5.0}
+    return told | {"final_state": normal(1, 2, 8, 16).to(path.device)}
+
+
+def kda_update(path: Path) -> Given:
+    told = good_update(path, ROWS)
+    _, HV, K, _ = ROWS.heads
+    a = draw(path, *told["a"].shape[:-1], HV * K)
+    return told | {"a": a, "dt_bias": normal(HV * K).to(path.device), "is_kda": True, "lower_bound": -5.0}
+
+
 def mamba2(path: Path) -> Given:
     return mamba2_of(make_mamba_batch([Row(1), Row(3, verify=True), Row(9)], path))
 
 
 def mamba2_of(batch: Any) -> Given:
     return pick(batch, "xBC dt A_log D dt_bias state drafts rows", num_groups=batch.layer.G, dt_limit=(0.0, 2.0))
+
+
+def mamba1(path: Path) -> Given:
+    return mamba1_of(make_scan_batch([Row(1), Row(3, verify=True), Row(9)], path))
+
+
+def mamba1_of(batch: Any) -> Given:
+    return pick(batch, "x dt BC z A_log D dt_bias state drafts rows", num_groups=batch.layer.G)
 
 
 def norm(path: Path) -> Given:
@@ -97,6 +142,12 @@ def rotary(path: Path) -> Given:
 def attention(path: Path, **more: Any) -> Given:
     batch = attention_batches.make_batch([attention_batches.Row(1, 20), attention_batches.Row(3)], path)
     return pick(batch, "q k_pages v_pages page_table rows sinks gate") | more
+
+
+def latents(path: Path) -> Given:
+    layer = attention_batches.Layer(4, 1, 40, 33, is_latent=True)
+    batch = attention_batches.make_batch([attention_batches.Row(1, 20), attention_batches.Row(3)], path, layer)
+    return pick(batch, "q k_pages page_table rows") | {"v_pages": None, "value_dim": 33}
 
 
 def streams(path: Path, names: str, **more: Any) -> Given:
@@ -166,9 +217,29 @@ def selective_update(path: Path, **changes: Any) -> Given:
     return updates.make_call(case, path)[1] | {"state": updates.make_states(case, range(9)).to(path.device)}
 
 
+def channel_update(path: Path) -> Given:
+    """Values of each channel, without heads."""
+    told: Given = scans1.update_of(path, 3, heads=0, dim=6, G=1, S=4)[1]
+    return told | {"state": draw(path, 4, 6, 4), "state_batch_indices": ints(path, 2, -1, 0)}
+
+
+def packed_scan(path: Path) -> Given:
+    tokens = {
+        name: draw(path, *size) for name, size in {"u": (4, 5), "delta": (4, 5), "B": (3, 5), "C": (3, 5)}.items()
+    }
+    index = {"query_start_loc": ints(path, 0, 2, 5), "cache_indices": ints(path, 2, 0)}
+    return tokens | index | {"A": -draw(path, 4, 3).abs(), "ssm_states": draw(path, 4, 4, 3), "delta_softplus": True}
+
+
 def experts(path: Path, num_tokens: int, activation: str = "silu") -> Given:
     batch = make_experts(path, num_tokens, 2, 3, 16, 16, activation=activation)
     return pick(batch, "x gate_up down weights experts activation")
+
+
+def fp8(path: Path) -> Given:
+    weight = normal(130, 140).to(path.device).to(torch.float8_e4m3fn)
+    scales = normal(2, 2).to(path.device).exp()
+    return {"x": draw(path, 3, 140), "weight": weight, "scales": scales, "out": draw(path, 3, 130)}
 
 
 def field_experts(path: Path, **more: Any) -> Given:
@@ -215,6 +286,13 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
             good_chunk(path, ROWS), "initial_state", output_final_state=True, state_v_first=False, chunk_size=64
         ),
     ],
+    "chunk_kda": [
+        lambda path: kda_call(path, output_final_state=True),
+        lambda path: kda_call(path, initial_state=normal(2, 2, 8, 16).to(path.device), state_v_first=True),
+        lambda path: kda_call(
+            path, use_gate_in_kernel=True, lower_bound=-5.0, use_beta_sigmoid_in_kernel=True, use_graph=True
+        ),
+    ],
     "compat_mhc_post": [
         lambda path: streams(
             path,
@@ -224,12 +302,14 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         )
     ],
     "compat_mhc_pre": [streams_compat],
-    "flex_decode": [attention, lambda path: attention(path, return_lse=True, scale=0.1)],
+    "flash_kda_fwd": [kda_flash],
+    "flex_decode": [attention, lambda path: attention(path, return_lse=True, scale=0.1), latents],
     "flex_decoding": [dense, lambda path: dense(path, mask_mod="causal", return_lse=True)],
     "fused_experts": [
         lambda path: field_experts(path),
         lambda path: field_experts(path, inplace=True, expert_map=ints(path, 1, -1, 0)),
     ],
+    "fused_kda_gate": [lambda path: {"g": draw(path, 5, 2, 16), "lower_bound": -5.0}],
     "fused_recurrent_gated_delta_rule": [
         lambda path: good_rows(path, ROWS),
         lambda path: without(good_chunk(path, ROWS), inplace_final_state=False),
@@ -237,15 +317,22 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: without(good_chunk(path, ROWS), "initial_state"),
         lambda path: elsewhere(good_rows(path, ROWS), "initial_state", output_state_indices=ints(path, 2, 0)),
     ],
+    "fused_recurrent_kda": [kda_pool, lambda path: kda_call(path, output_final_state=True, chunk_size=64)],
     "fused_sigmoid_gating_delta_rule_update": [
+        kda_update,
         lambda path: good_update(path, ROWS) | {"is_kda": False},
         lambda path: elsewhere(good_update(path, ROWS), "initial_state_source", output_state_indices=ints(path, 2, 0)),
     ],
     "gated_delta": [gated_delta, lambda path: gated_delta_of(on_the_way(batches.make_batch(LONG, path), path))],
     "gated_rms_norm": [norm],
     "group_tokens": [lambda path: {"token_slots": ints(path, 1, -1, 0), "num_slots": 2, "max_rank": 8}],
+    "kda": [kda, lambda path: kda_of(on_the_way(make_kda_batch(LONG, path), path))],
     "lora_expand": [lambda path: lora_rows(path, shrink=False)],
     "lora_shrink": [lambda path: lora_rows(path, shrink=True)],
+    "mamba1": [
+        lambda path: mamba1(path) | {"z": None},
+        lambda path: mamba1_of(on_the_way(make_scan_batch(LONG, path), path)),
+    ],
     "mamba2": [mamba2, lambda path: mamba2_of(on_the_way(make_mamba_batch(LONG, path), path))],
     "mamba_chunk_scan_combined_varlen": [
         lambda path: scans.make_call(scans.Scan((5, 3)), path),
@@ -258,6 +345,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: streams(path, "residual gates"),
         lambda path: streams(path, "residual gates", out=draw(path, 3, 16)),
     ],
+    "multiply_fp8": [fp8],
     "rms_norm": [hidden_norm],
     "rotate_and_store": [rotary],
     "route_tokens": [
@@ -273,8 +361,24 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: routed(path, Router(2, num_shared=1, shared_gate=True)),
         lambda path: routed(path, Router(2, "sigmoid", num_groups=4, top_groups=2, num_shared=1), normal(8)),
     ],
-    "run_experts": [lambda path: experts(path, 3), lambda path: experts(path, 70, "relu2")],
+    "run_experts": [
+        lambda path: experts(path, 3),
+        lambda path: experts(path, 70, "relu2"),
+        lambda path: pick(
+            make_experts(path, 3, 2, 3, 16, 16).in_fp8(),
+            "x gate_up down weights experts activation gate_up_scales down_scales",
+        ),
+    ],
+    "selective_scan_fn": [
+        lambda path: scans1.batch_of(path, 5, 1),
+        lambda path: scans1.batch_of(path, 5, None) | {"return_last_state": True, "delta_softplus": True},
+    ],
+    "selective_scan_varlen": [
+        packed_scan,
+        lambda path: scans1.batch_of(path, 5, 2) | {"ssm_states": draw(path, 3, 4, 8), "block_size": 8},
+    ],
     "selective_state_update": [
+        channel_update,
         selective_update,
         lambda path: selective_update(path, out=torch.float32),
         lambda path: elsewhere(selective_update(path), "state", dst_state_batch_indices=ints(path, 2, 0)),

@@ -17,6 +17,7 @@ from deltaline_kernels import (
     causal_conv1d,
     gated_rms_norm,
     group_tokens,
+    multiply_fp8,
     rms_norm,
     route_and_run_experts,
     route_tokens,
@@ -25,6 +26,7 @@ from deltaline_kernels import (
     spread_slots,
 )
 from deltaline_kernels.conv1d.inputs import ConvInputs
+from deltaline_kernels.moe.weight import ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,10 @@ class Path:
     ) -> tuple[Tensor, ...]:
         return causal_conv1d(x, weight, bias, lines, rows, split=sizes)
 
-    def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
-        return gated_rms_norm(o, z, weight, eps, gate_first=gate_first)
+    def norm(
+        self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False, activation: str = "silu"
+    ) -> Tensor:
+        return gated_rms_norm(o, z, weight, eps, gate_first=gate_first, activation=activation)
 
     def hidden_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -61,8 +65,11 @@ class Path:
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, weight, eps, scale=scale)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_and_mul(gate_up)
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
+        return silu_and_mul(gate_up, limit)
+
+    def multiply_fp8(self, x: Tensor, weight: Tensor, scales: Tensor, out: Tensor) -> None:
+        multiply_fp8(x, weight, scales, out)
 
     def spread(self, row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
         return spread_slots(row_slots, query_start_loc, num_tokens)
@@ -82,9 +89,18 @@ class Path:
         return route_tokens(logits, router, bias, query_start_loc)
 
     def run_experts(
-        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str = "silu"
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        activation: str = "silu",
+        gate_up_scales: Tensor | None = None,
+        down_scales: Tensor | None = None,
+        limit: float = 0.0,
     ) -> Tensor:
-        return run_experts(x, gate_up, down, weights, experts, activation)
+        return run_experts(x, gate_up, down, weights, experts, activation, gate_up_scales, down_scales, limit)
 
     def route_and_run(
         self,
@@ -95,8 +111,11 @@ class Path:
         down: Tensor,
         bias: Tensor | None = None,
         query_start_loc: Tensor | None = None,
+        gate_up_scales: Tensor | None = None,
+        down_scales: Tensor | None = None,
     ) -> Tensor:
-        return route_and_run_experts(x, logits, router, gate_up, down, bias, query_start_loc)
+        told = bias, query_start_loc, "silu", gate_up_scales, down_scales
+        return route_and_run_experts(x, logits, router, gate_up, down, *told)
 
 
 class InterpretedPath(Path):
@@ -124,11 +143,13 @@ class InterpretedPath(Path):
         causal_conv1d_triton(ConvInputs(x, weight, bias, lines, silu=True), rows, parts)
         return parts
 
-    def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
+    def norm(
+        self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False, activation: str = "silu"
+    ) -> Tensor:
         from deltaline_kernels.norm.kernel import gated_rms_norm_triton
 
         y = torch.empty(o.shape[0], o.shape[1] * o.shape[2], dtype=o.dtype)
-        gated_rms_norm_triton(o, z, weight, eps, y, gate_first=gate_first)
+        gated_rms_norm_triton(o, z, weight, eps, y, gate_first=gate_first, activation=activation)
         return y
 
     def hidden_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -145,12 +166,18 @@ class InterpretedPath(Path):
         add_rms_norm_triton(x, residual, weight, eps, scale, total, y)
         return total, y
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
         from deltaline_kernels.activation.kernel import silu_and_mul_triton
 
         y = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
-        silu_and_mul_triton(gate_up, y)
+        silu_and_mul_triton(gate_up, y, limit)
         return y
+
+    def multiply_fp8(self, x: Tensor, weight: Tensor, scales: Tensor, out: Tensor) -> None:
+        from deltaline_kernels.fp8.kernel import multiply_fp8_triton
+
+        if len(x) > 0:
+            multiply_fp8_triton(x, weight, scales, out)
 
     def spread(self, row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
         from deltaline_kernels.lora.spread import spread_slots_triton
@@ -186,12 +213,22 @@ class InterpretedPath(Path):
         return weights, experts
 
     def run_experts(
-        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str = "silu"
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        activation: str = "silu",
+        gate_up_scales: Tensor | None = None,
+        down_scales: Tensor | None = None,
+        limit: float = 0.0,
     ) -> Tensor:
         from deltaline_kernels.moe.launch import run_experts_triton
 
-        out = torch.empty(x.shape, dtype=x.dtype)
-        run_experts_triton(x, gate_up, down, weights, experts, out, gated=activation == "silu")
+        out, halves = torch.empty(x.shape, dtype=x.dtype), 2 if activation == "silu" else 1
+        first, second = ExpertWeights(gate_up, gate_up_scales, halves), ExpertWeights(down, down_scales)
+        run_experts_triton(x, first, second, weights, experts, out, gated=activation == "silu", limit=limit)
         return out
 
     def route_and_run(
@@ -203,11 +240,14 @@ class InterpretedPath(Path):
         down: Tensor,
         bias: Tensor | None = None,
         query_start_loc: Tensor | None = None,
+        gate_up_scales: Tensor | None = None,
+        down_scales: Tensor | None = None,
     ) -> Tensor:
         from deltaline_kernels.moe.launch import route_and_run_triton
 
         weights, out = torch.full((len(x), router.num_choices), torch.nan), torch.empty(x.shape, dtype=x.dtype)
         experts = torch.full(weights.shape, 99, dtype=torch.int32)
         routed = bias, query_start_loc, weights, experts
-        route_and_run_triton(x, logits, router, gate_up, down, *routed, out, gated=True)
+        first, second = ExpertWeights(gate_up, gate_up_scales, 2), ExpertWeights(down, down_scales)
+        route_and_run_triton(x, logits, router, first, second, *routed, out, gated=True, limit=0.0)
         return out

@@ -163,7 +163,7 @@ def check_written_elsewhere(batch: Recurrent) -> None:
     """Compare what rows write to other states, of 16 bits, with what they write in place; the others are read only."""
     before, written = batch.clone(), torch.full_like(batch.state, torch.nan, dtype=torch.float16)
     tokens = getattr(batch, batch.PACKED[0])
-    size = (len(tokens), *batch.state.shape[1:3])
+    size = (len(tokens), *batch.state.shape[1:-1])
     o, want = (torch.full(size, torch.nan, dtype=tokens.dtype, device=tokens.device) for _ in range(2))
     batch.launch(StateLines(batch.state, batch.drafts, written=written), batch.rows, o)
     assert same_bits(batch.state, before.state)

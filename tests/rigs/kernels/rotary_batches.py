@@ -16,7 +16,8 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes; `gate` channels lie behind each head of the queries, as Qwen's projection leaves them."""
+    """Sizes; `gate` channels lie behind each head of the queries, as Qwen's projection leaves them. is_latent: a
+    token's values and keys lie together."""
 
     HQ: int = 4
     HKV: int = 2
@@ -25,6 +26,7 @@ class Heads:
     R: int = 8
     page_size: int = 16
     gate: int = 0
+    is_latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,9 @@ def make_rotary_batch(
     angles = torch.outer(torch.arange(max_pages * size), 10_000.0 ** -torch.linspace(0, 1, heads.R // 2))
     q_norm, k_norm = (1 + 0.3 * normal(2, heads.D)).to(path.device)
     nan_pages = torch.full((num_pages, size, heads.HKV, heads.D + heads.DV), torch.nan, dtype=path.dtype)
-    k_pages, v_pages = nan_pages.to(path.device).split((heads.D, heads.DV), dim=3)
+    v_pages, k_pages = nan_pages.to(path.device).split((heads.DV, heads.D), dim=3)
+    if not heads.is_latent:
+        k_pages, v_pages = k_pages.contiguous(), v_pages.contiguous()
     return RotaryBatch(
         heads,
         plan,
@@ -151,8 +155,8 @@ def make_rotary_batch(
         q_norm if norms[0] else None,
         k_norm if norms[1] else None,
         torch.cat((angles.cos(), angles.sin()), dim=1).to(path.device),
-        k_pages.contiguous(),
-        v_pages.contiguous(),
+        k_pages,
+        v_pages,
         page_table.int().to(path.device),
         own.to(path.device),
     )

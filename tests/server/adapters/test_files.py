@@ -216,7 +216,7 @@ def test_what_is_passed_over_is_not_held_in_memory(tmp_path: Path) -> None:
 
 
 def test_what_a_model_has_beside_its_layers_is_passed_over_and_a_part_of_the_hash() -> None:
-    config = ModelConfig.from_mapping({"model_type": "qwen3_5", "text_config": CONFIG})
+    config = ModelConfig.from_mapping({"model_type": "qwen3_5", "text_config": CONFIG | {"model_type": "qwen3_5_text"}})
     base = base_weights(QWEN3_5)
     tensors = adapter_tensors(base, modules(QWEN3_5))
     plain = load(config, adapter_config(), tensors, base)

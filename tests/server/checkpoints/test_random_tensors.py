@@ -84,3 +84,11 @@ def test_a_device_draws_the_same_bits() -> None:
         for part in ((ALL, ALL), (slice(1, 3), slice(1, 3))):
             drawn = there.read(name, *part)
             assert drawn.is_cuda and torch.equal(drawn.cpu(), here.read(name, *part))
+
+
+def test_rates_are_drawn_alike_however_many_dimensions_they_have() -> None:
+    source = RandomTensors({"a.A_log": (1, 1, 64, 1), "b.A_log": (64, 16)}, 3, CPU)
+    wide = source.read("a.A_log", ALL, ALL)
+    assert wide.shape == (1, 1, 64, 1) and float(wide.min()) > 0 and math.log(8) < float(wide.max()) < math.log(16)
+    assert torch.equal(wide.flatten(), RandomTensors({"a.A_log": (64,)}, 3, CPU).read("a.A_log", ALL, ALL))
+    assert float(source.read("b.A_log", ALL, ALL).min()) < 0  # a weight like others

@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import pytest
+import torch
 from torch import Tensor
 
 from deltaline_server.engine import rank_pulse
-from deltaline_server.engine.rank_pulse import Beating, Listening
+from deltaline_server.engine.rank_pulse import Pulse
 from deltaline_server.ranks.ways import Ranks
 
 WAIT_S = 10.0
+LIVES = torch.zeros(1, dtype=torch.int32)
 
 
 class Way:
-    """Rank 1's connection to rank 0, as both ends see it."""
+    """The connection of ranks 0 and 1, as both ends see it; each thread that takes knows from whom."""
 
     world_size = 2
 
     def __init__(self) -> None:
-        self.said: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
-        self.is_open = True
+        # By who takes it.
+        self.said: dict[int, queue.SimpleQueue[Tensor | None]] = {0: queue.SimpleQueue(), 1: queue.SimpleQueue()}
+        self.is_open, self.passes = True, threading.Event()
+        self.passes.set()
 
     def give(self, tensor: Tensor, rank: int) -> None:
-        assert rank == 0
         if not self.is_open:
             raise RuntimeError("closed")
-        self.said.put(tensor.clone())
+        assert self.passes.wait(WAIT_S)
+        self.said[rank].put(tensor.clone())
 
     def take(self, tensor: Tensor, rank: int) -> None:
-        said = self.said.get(timeout=WAIT_S)
+        said = self.said[1 - rank].get(timeout=WAIT_S)
         if said is None:
             raise RuntimeError("closed")
         tensor.copy_(said)
@@ -44,32 +50,57 @@ def way(monkeypatch: pytest.MonkeyPatch) -> Way:
     return Way()
 
 
-def test_who_beats_and_says_that_it_ends_is_never_gone(way: Way) -> None:
-    gone: list[object] = []
-    listening = Listening(cast(Ranks, way), lambda *why: gone.append(why))
-    beating = Beating(cast(Ranks, way), lambda: gone.append("lost"))
+def test_who_beats_and_says_that_it_ends_is_never_gone(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_pulse, "MISSED", 500)  # a busy host may let threads wait
+    gone: list[str] = []
+    pulses = [Pulse(cast(Ranks, way), rank, gone.append) for rank in (1, 0)]
     time.sleep(0.5)
-    beating.stop()
-    time.sleep(0.5)
-    listening.stop()
-    assert gone == []
+    with ThreadPoolExecutor(2) as pool:
+        begin_s = time.monotonic()
+        list(pool.map(Pulse.stop, pulses))
+    assert gone == [] and time.monotonic() - begin_s < WAIT_S
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("closes", [True, False])
-def test_who_closes_or_is_silent_is_gone_once(way: Way, closes: bool) -> None:
-    gone: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    listening = Listening(cast(Ranks, way), lambda *why: gone.put(why))
-    if closes:
-        way.said.put(None)
-    assert gone.get(timeout=WAIT_S) == (1, "it ended" if closes else "it is silent")
+def test_who_closes_or_is_silent_is_gone_once(way: Way, rank: int, closes: bool) -> None:
+    gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+    pulse = Pulse(cast(Ranks, way), rank, gone.put)
+    time.sleep(0.5)
+    assert gone.empty(), "who has not said anything yet may have more to prepare"
+    way.said[1 - rank].put(None if closes else LIVES)
+    assert gone.get(timeout=WAIT_S) == ("it ended" if closes else "it is silent")
     time.sleep(0.3)
     assert gone.empty()
-    way.said.put(None)
-    listening.stop(0.0)
+    way.said[1 - rank].put(None)
+    pulse.stop(0.1)
 
 
-def test_rank_0_that_closes_is_lost_to_the_others(way: Way) -> None:
-    lost: queue.SimpleQueue[bool] = queue.SimpleQueue()
+def test_who_begins_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever hangs before its first word is waited for for ever."""
+    monkeypatch.setattr(rank_pulse, "BEAT_S", WAIT_S)
+    way = Way()
+    pulse = Pulse(cast(Ranks, way), 1, lambda why: None)
+    assert torch.equal(cast(Tensor, way.said[1].get(timeout=WAIT_S / 2)), LIVES)
+    way.said[0].put(None)
+    pulse.stop(0.1)
+
+
+def test_who_is_not_heard_counts_all_the_same(way: Way) -> None:
+    """A word waits for a rank that hangs to take it."""
+    gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+    way.passes.clear()
+    pulse = Pulse(cast(Ranks, way), 1, gone.put)
+    way.said[0].put(LIVES)
+    assert gone.get(timeout=WAIT_S) == "it is silent"
+    way.passes.set()
+    way.said[0].put(None)
+    pulse.stop(0.1)
+
+
+def test_who_can_not_be_told_is_gone(way: Way) -> None:
+    gone: queue.SimpleQueue[str] = queue.SimpleQueue()
     way.is_open = False
-    Beating(cast(Ranks, way), lambda: lost.put(True))
-    assert lost.get(timeout=WAIT_S)
+    Pulse(cast(Ranks, way), 0, gone.put)
+    assert gone.get(timeout=WAIT_S) == "it ended"
+    way.said[1].put(None)

@@ -16,8 +16,8 @@ from torch import Tensor
 from deltaline_kernels import Router, Rows
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.block import Block
+from deltaline_server.layers.expert_shape import ExpertsShape
 from deltaline_server.layers.experts import Experts, router_of
-from deltaline_server.layers.shapes import ExpertsShape
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import ModelOptions, check_model, load_model, open_plan
 
@@ -169,12 +169,15 @@ def test_bfloat16_follows_the_checkpoint_model(
     tmp_path: Path, write_checkpoint: Callable[..., Any], device: str, length: int
 ) -> None:
     """As near to what fp32 makes as it is. Of tokens that have all experts, since rounding decides who has which; many
-    at once are computed by another way."""
+    at once are computed by another way. Of several prompts together: of one in a hundred alone, ours is further off
+    than 1.5 times theirs, and theirs than ours."""
     model = write_checkpoint(tmp_path, "qwen3_5_moe_text", **WRITTEN, **HYBRID, num_experts_per_tok=6, dtype="bfloat16")
-    oracle, hidden = Oracle(model, tmp_path), torch.randn(120, HIDDEN).bfloat16()
-    served, theirs = serve(oracle.options(device)), oracle.run(ALL, hidden)
-    ours = torch.cat([served.step(part, [1], [length]).cpu() for part in hidden.split(length)])
-    exact = Oracle(model.float(), tmp_path).run(ALL, hidden.float())
+    oracle, prompts = Oracle(model, tmp_path), torch.randn(8, 120, HIDDEN).bfloat16()
+    served, theirs = serve(oracle.options(device), lines=8), torch.cat([oracle.run(ALL, one) for one in prompts])
+    parts = [(part, line) for line, prompt in enumerate(prompts, 1) for part in prompt.split(length)]
+    ours = torch.cat([served.step(part, [line], [length]).cpu() for part, line in parts])
+    fp32 = Oracle(model.float(), tmp_path)
+    exact = torch.cat([fp32.run(ALL, prompt.float()) for prompt in prompts])
     own = float((theirs.float() - exact).norm() / exact.norm())
     assert_close(ours, exact, tolerance=1.5 * own)
 

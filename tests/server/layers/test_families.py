@@ -45,6 +45,9 @@ NEMOTRON_EXPERTS = NEMOTRON | {"layers_block_type": ["moe", "linear_attention", 
 ZAMBA: dict[str, Any] = {"layers_block_type": ["hybrid", "linear_attention", "hybrid"], "attn_implementation": "eager"}
 ZAMBA |= {"max_position_embeddings": 256}
 LFM2 = EAGER | {"layer_types": ["conv", "full_attention", "conv"], "max_position_embeddings": 256}
+KIMI = {"attn_implementation": "eager", "max_position_embeddings": 256}
+KIMI |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+JAMBA = EAGER | {"max_position_embeddings": 256}
 # The model type, and what differs from what write_checkpoint makes of it.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", BAMBA),
@@ -79,6 +82,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "norm_topk_prob": False}
         | {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 50},
     ),
+    "nemotron-latents": ("nemotron_h", NEMOTRON_EXPERTS | {"moe_latent_size": 24}),
+    "nemotron-latents-biases": (
+        "nemotron_h",
+        NEMOTRON_EXPERTS | {"moe_latent_size": 40, "mlp_bias": True, "moe_shared_expert_intermediate_size": 50},
+    ),
+    "nemotron-experts-biases": ("nemotron_h", NEMOTRON_EXPERTS | {"mlp_bias": True}),
     "zamba": ("zamba2", ZAMBA),
     "zamba-adapters": (
         "zamba2",
@@ -89,6 +98,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         ZAMBA | {"layers_block_type": ["hybrid"] * 3, "num_mem_blocks": 2, "add_bias_linear": True},
     ),
     "zamba-few-heads": ("zamba2", ZAMBA | {"num_key_value_heads": 2, "use_mem_rope": True}),
+    "mamba": ("mamba", {}),
+    "mamba-biases": ("mamba", {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "state_size": 5}),
+    "mamba-wide": ("mamba", {"expand": 3, "time_step_rank": "auto", "residual_in_fp32": False}),
+    "falcon-mamba": ("falcon_mamba", {"mixer_rms_eps": 1e-3}),
+    "jamba": ("jamba", JAMBA),
+    "jamba-dense": ("jamba", JAMBA | {"num_experts": 1, "mamba_proj_bias": True, "mamba_d_state": 24}),
+    "jamba-experts": (
+        "jamba",
+        JAMBA | {"num_experts": 13, "num_experts_per_tok": 3, "expert_layer_period": 1, "mamba_conv_bias": False},
+    ),
     "lfm2": ("lfm2", LFM2),
     "lfm2-biases": ("lfm2", LFM2 | {"conv_bias": True, "conv_L_cache": 4, "rope_parameters": {"rope_theta": 50.0}}),
     "lfm2-adjusted": (
@@ -101,6 +120,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         LFM2
         | {"num_experts": 13, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": False}
         | {"use_expert_bias": False, "num_dense_layers": 0, "layer_types": ["conv", "conv", "full_attention"]},
+    ),
+    "kimi": ("kimi_linear", KIMI),
+    "kimi-ranks": (
+        "kimi_linear",
+        KIMI
+        | {"q_lora_rank": 24, "qk_rope_head_dim": 0, "num_attention_heads": 3, "num_key_value_heads": 3}
+        | {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
+    ),
+    "kimi-groups": (
+        "kimi_linear",
+        KIMI
+        | {"num_experts": 12, "num_expert_group": 4, "topk_group": 2, "num_experts_per_token": 3}
+        | {"moe_renormalize": False, "num_shared_experts": 2, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     ),
     "olmo-positive": ("olmo_hybrid", OLMO | {"linear_allow_neg_eigval": False, "rms_norm_eps": 1e-3}),
 }
@@ -203,9 +235,11 @@ def mamba_ssm(**own: Any) -> dict[str, Any]:
     return keys | {"ssm_cfg": {"layer": "Mamba2", **own}, "rms_norm": True, "residual_in_fp32": True}
 
 
-@pytest.mark.parametrize("name", ["BambaConfig", "GraniteMoeHybridConfig", "OlmoHybridConfig"])
+@pytest.mark.parametrize(
+    "name", ["BambaConfig", "GraniteMoeHybridConfig", "OlmoHybridConfig", "FalconMambaConfig", "JambaConfig"]
+)
 def test_the_sizes_of_the_models_that_transformers_names_are_served(tmp_path: Path, name: str) -> None:
-    """Its defaults are those of Bamba 9.8B, Granite and Olmo-Hybrid 7B."""
+    """Its defaults are those of Bamba 9.8B, Granite, Olmo-Hybrid 7B, and Jamba; Falcon Mamba has a small model's."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: the sizes are its own")
     getattr(transformers, name)().save_pretrained(tmp_path)
     options = ModelOptions(torch.device("cpu"), random_init=tmp_path / "config.json", spans=Auto.AUTO)

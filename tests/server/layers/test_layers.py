@@ -133,14 +133,14 @@ def test_bfloat16_follows_the_checkpoint_model(
 def test_between_two_branches_there_is_one_call(oracle: Oracle, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from a layer to the next: four layers of two branches have seven places between them."""
     called: list[str] = []
-    block = import_module("deltaline_server.layers.block")
+    block, mlp = (import_module(f"deltaline_server.layers.{name}") for name in ("block", "mlp"))
 
     def spy(kernel: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         called.append(kernel.__name__)
         return kernel(*arguments, **options)
 
-    for name in ("rms_norm", "add_rms_norm", "silu_and_mul"):
-        monkeypatch.setattr(block, name, partial(spy, getattr(block, name)))
+    for module, name in ((block, "rms_norm"), (block, "add_rms_norm"), (mlp, "silu_and_mul")):
+        monkeypatch.setattr(module, name, partial(spy, getattr(module, name)))
     serve(oracle.options(device)).step(torch.randn(2, HIDDEN), [1], [2])
     assert called == ["rms_norm", *["add_rms_norm", "silu_and_mul", "add_rms_norm"] * 3, "add_rms_norm", "silu_and_mul"]
 

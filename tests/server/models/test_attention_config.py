@@ -62,10 +62,13 @@ def test_sizes_are_those_of_transformers(changes: dict[str, Any]) -> None:
     ("changes", "message"),
     [
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_parameters.rope_type: expected 'default', got",
+            {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}},
+            "rope_parameters.rope_type: expected default, linear,",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type: expected 'default', got 'linear'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            "rope_scaling.factor: expected a positive number that fp32",
+        ),
         ({"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, "rope_parameters.'factor': expected none"),
         ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.'full_attention': expected none"),
         ({"rope_parameters": ["default"]}, "rope_parameters: expected an object"),

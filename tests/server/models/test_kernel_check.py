@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.states import SCAN
 
 from deltaline_kernels import Router
 from deltaline_kernels.selftest.run import Check, run_selftest
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.layers.expert_shape import ExpertsShape
 from deltaline_server.layers.experts import expert_test_sizes
+from deltaline_server.layers.latent_shape import LatentShape
 from deltaline_server.layers.shapes import (
     AttentionShape,
-    ExpertsShape,
     GatedDeltaNetShape,
+    KdaShape,
     Mamba2Shape,
     QkNorm,
     ShortConvShape,
@@ -39,10 +42,11 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
     [
         (
             GatedDeltaNetShape(2, 6, 16, 8, 3),
-            {"streams": 4, "hidden": 128, "mlp_dim": 40},
+            {"streams": 4, "hidden": 128, "mlp_dim": 40, "fp8_sizes": ((80, 128), (128, 40))},
             {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 16, "value_dim": 8, "conv_width": 3}
-            | {"streams": 4, "hidden": 128, "mlp_dim": 40, "raw_gates": False},
-            {"conv1d", "gated_delta", "lora", "residual", "norm", "mhc", "activation"},
+            | {"streams": 4, "hidden": 128, "mlp_dim": 40, "raw_gates": False}
+            | {"fp8_sizes": ((80, 128), (128, 40))},
+            {"conv1d", "gated_delta", "lora", "residual", "norm", "mhc", "activation", "fp8"},
         ),
         (
             GatedDeltaNetShape(2, 6, 16, 8, 3, doubles_updates=True),
@@ -52,12 +56,26 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
             {"conv1d", "gated_delta", "lora", "residual", "norm"},
         ),
         (
+            KdaShape(3, 3, 16, 16, 3, -5.0),
+            {},
+            {"num_key_heads": 3, "num_value_heads": 3, "key_dim": 16, "value_dim": 16, "conv_width": 3}
+            | {"recurrence": "kda", "lower_bound": -5.0},
+            {"conv1d", "kda", "lora", "residual", "norm"},
+        ),
+        (
             Mamba2Shape(2, 4, 16, 8, 3, 1, (0.1, math.inf), has_conv_bias=True, has_bias=False),
             {},
             {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 16, "value_dim": 8, "conv_width": 3}
             | {"norm_groups": 1, "dt_limit": (0.1, math.inf), "has_conv_bias": True, "recurrence": "mamba2"}
             | {"norms_first": False},
             {"conv1d", "mamba2", "lora", "residual", "norm"},
+        ),
+        (
+            SCAN,
+            {},
+            {"num_key_heads": 0, "num_value_heads": 1, "key_dim": 5, "value_dim": 32, "conv_width": 4}
+            | {"has_conv_bias": True, "recurrence": "mamba1"},
+            {"conv1d", "mamba1", "lora", "residual"},
         ),
         (
             ShortConvShape.of(24, 3, has_bias=True),
@@ -81,6 +99,13 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
             {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 32, "value_dim": 32, "rotary_dim": 2}
             | {"page_size": 32, "recurrence": "attention", "is_gated": False, "norms_heads": False},
             {"attention", "lora", "residual", "rotary"},
+        ),
+        (
+            LatentShape(6, 20, 4, 16, 12, query_rank=0, max_positions=512),
+            {},
+            {"num_key_heads": 1, "num_value_heads": 6, "key_dim": 24, "value_dim": 20, "rotary_dim": 2}
+            | {"page_size": 32, "recurrence": "latent_attention"},
+            {"latent attention", "lora", "residual", "rotary"},
         ),
     ],
     ids=lambda value: type(value).__name__,

@@ -28,12 +28,20 @@ KINDS: dict[str, dict[str, Any]] = {
         "attn_implementation": "eager",
         "attention_bias": True,
     },
+    "mamba": {"use_bias": True},
+    "jamba": {"attn_layer_period": 2, "num_experts": 1, "attn_implementation": "eager"},
     "mamba2": {"use_bias": True},
     "bamba": {"attn_layer_indices": [1], "attn_implementation": "eager", "mlp_bias": True},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"], "attn_implementation": "eager"},
     "falcon_h1": {"attn_implementation": "eager", "ssm_multipliers": [0.5, 0.25, 1.5, 0.75, 1.25], "mlp_bias": True},
     "nemotron_h": {"layers_block_type": ["mlp", "full_attention"], "attn_implementation": "eager", "mlp_bias": True},
     "lfm2": {"layer_types": ["conv", "full_attention"], "attn_implementation": "eager", "conv_bias": True},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense"] * 2,
+        "q_lora_rank": 24,
+        "attn_implementation": "eager",
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "attn_implementation": "eager"},
 }
 MAMBA2 = pytest.mark.parametrize("oracle", ["mamba2"], indirect=True)
@@ -47,10 +55,11 @@ def oracle(request: pytest.FixtureRequest, tmp_path: Path, write_checkpoint: Cal
 
 
 def draw(oracle: Oracle, *, is_dora: bool) -> dict[str, Tensor]:
-    """Random A, B and magnitudes of all linear modules, by PEFT's names; its own model has what they make of it."""
+    """Random A, B and magnitudes of all linear modules that take any, by PEFT's names; its own model has what they make
+    of it."""
     tensors: dict[str, Tensor] = {}
     for name, module in oracle.model.named_modules():
-        if not isinstance(module, torch.nn.Linear) or ".layers." not in name:
+        if not isinstance(module, torch.nn.Linear) or ".layers." not in name or name.endswith(".kv_b_proj"):
             continue
         weight, stem = module.weight, PREFIX + name
         a, b = torch.randn(3, weight.shape[1]) / weight.shape[1] ** 0.5, torch.randn(weight.shape[0], 3)

@@ -18,7 +18,9 @@ CONFIGS = Path(__file__).with_name("configs")
 # each of 13 uses of 2 blocks has its own. FalconH1Config's defaults are no model's.
 BILLIONS = {
     "bamba-9b": 9.8,
+    "glm-5.3-flash": 313.3,
     "granite-4.0-h-small": 32.2,
+    "kimi-linear-48b-a3b": 49.1,
     "mamba-codestral-7b": 7.3,
     "nemotron-3-nano-30b-a3b": 31.6,
     "nemotron-3-nano-4b": 3.97,
@@ -35,7 +37,10 @@ BILLIONS = {
 def read(name: str) -> tuple[dict[str, Any], Config]:
     path = CONFIGS / f"{name}.json"
     raw: dict[str, Any] = json.loads(path.read_text())
-    return raw, Config.parse(["--random-init", str(path), "--device", "cpu", "--max-sequences", "4"], {})
+    told = ["--random-init", str(path), "--device", "cpu", "--max-sequences", "4"]
+    if "index_topk" in raw:  # beyond which attention is sparse, which is not served
+        told += ["--max-context", str(raw["index_topk"])]
+    return raw, Config.parse(told, {})
 
 
 def billions(raw: dict[str, Any], sizes: Sizes) -> float:

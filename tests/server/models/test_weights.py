@@ -108,7 +108,7 @@ def test_experts_are_passed_over_in_mixer_scope(tmp_path: Path, write_checkpoint
 
 def test_attention_that_is_not_as_it_is_served_is_refused_where_it_is_asked_for() -> None:
     config = ModelConfig.from_mapping(CONFIG | {"rope_parameters": {"rope_type": "yarn"}})
-    why = r"rope_parameters\.rope_type: expected 'default', got 'yarn'"
+    why = r"rope_parameters\.factor: expected a positive number that fp32 holds, got nothing"
     with pytest.raises(
         ModelError,
         match=rf"^layer 2: expected gated_delta_net, got attention \({why}\); what can be served: --spans auto",

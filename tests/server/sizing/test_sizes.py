@@ -8,7 +8,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rigs import small_models
-from rigs.quantised import BLOCK, write_checkpoints
+from rigs.quantised import BLOCK, apart, write_checkpoints
 from rigs.ranked_layers import MODELS as RANKED
 from safetensors.torch import save_file
 
@@ -56,6 +56,8 @@ EXPERTS = {
 }
 MODELS = {
     "gated_delta_net": GATED_DELTA_NET,
+    "mamba1": small_models.MAMBA1 | {"use_bias": True},
+    "falcon_mamba": small_models.MAMBA1 | {"model_type": "falcon_mamba"},
     "mamba2": MAMBA2,
     "hybrid": HYBRID,
     "streams": HYBRID | {"hc_mult": 4},
@@ -64,8 +66,13 @@ MODELS = {
     "granite": small_models.GRANITE,
     "olmo": small_models.OLMO,
     "nemotron": small_models.NEMOTRON | {"use_bias": True},
+    "nemotron-latents": small_models.NEMOTRON | {"moe_latent_size": 24, "mlp_bias": True},
     "lfm2": small_models.LFM2 | {"conv_bias": True},
     "lfm2_moe": small_models.LFM2_MOE | {"layer_types": ["full_attention", "conv", "conv"]},
+    "jamba": small_models.JAMBA,
+    "kimi": small_models.KIMI,
+    "glm5_next": small_models.GLM5_NEXT,
+    "kimi-low-rank": small_models.KIMI | {"q_lora_rank": 12, "qk_rope_head_dim": 0},
     "falcon": small_models.FALCON | {"projectors_bias": True, "mlp_bias": True},
 }
 Capture = pytest.CaptureFixture[str]
@@ -146,7 +153,9 @@ def test_calculated_is_what_the_server_allocates(name: str, options: dict[str, A
             rows += bool(config.host_state_bytes)
             assert layer.line == {part: tensor.nbytes // rows for part, tensor in vars(state).items()}
         else:
-            page_bytes = (state.k_pages.nbytes + state.v_pages.nbytes) // len(state.k_pages)
+            # Of latents values are among the keys.
+            parts = {part.data_ptr(): part.nbytes for part in (state.k_pages, state.v_pages)}
+            page_bytes = sum(parts.values()) // len(state.k_pages)
             assert tokens == {page_bytes // config.page_size}
     kv = sizes.state.kv
     pages = (0, 0, 0, 0) if kv is None else (kv.num_pages, kv.page_size, kv.page_bytes, kv.max_context)
@@ -218,11 +227,17 @@ def test_a_checkpoint_is_sized_by_its_names_alone(tmp_path: Path, monkeypatch: p
     assert (sized.weight_bytes, sized.sequence_bytes) == (random.weight_bytes, random.sequence_bytes)
 
 
-def test_a_checkpoint_in_fp8_takes_the_memory_of_the_dtype_that_it_is_served_in(tmp_path: Path) -> None:
-    config = config_of(tmp_path, HYBRID, dtype="bfloat16")
-    made = write_checkpoints(tmp_path, HYBRID, BLOCK)
-    in_fp8, plain = (size(replace(config, model=str(path), random_init=None), 64).weight_bytes for path in made)
-    assert in_fp8 == plain > 0
+@pytest.mark.parametrize("block", [BLOCK, None], ids=["blocks", "tensors"])
+@pytest.mark.parametrize(("name", "change"), [("hybrid", dict), ("experts", dict), ("experts", apart)])
+def test_weights_in_fp8_are_counted_as_they_are_kept(
+    name: str, change: Callable[[dict[str, Any]], dict[str, Any]], block: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    made = write_checkpoints(tmp_path, MODELS[name], block, change)
+    config = config_of(tmp_path, MODELS[name], dtype="bfloat16")
+    in_fp8, plain = (replace(config, model=str(path), random_init=None) for path in made)
+    assert size(in_fp8, 64).weight_bytes < size(plain, 64).weight_bytes
+    tensors = tensors_of(load_model(model_options(in_fp8)))
+    assert size(in_fp8, 64).weight_bytes == sum(one.numel() * one.element_size() for one in tensors)
 
 
 def test_wrong_options_are_refused_as_the_server_does(tmp_path: Path) -> None:

@@ -10,7 +10,20 @@ import numpy as np
 import pytest
 import torch
 from rigs.packed_states import LayerArrays, LineArrays, TokenArrays, pack, unpack
-from rigs.small_models import EXPERTS, FALCON, GATED_DELTA_NET, HIDDEN, HYBRID, LFM2, LFM2_MOE, MAMBA2, NEMOTRON, ZAMBA
+from rigs.small_models import (
+    EXPERTS,
+    FALCON,
+    GATED_DELTA_NET,
+    HIDDEN,
+    HYBRID,
+    KIMI,
+    LFM2,
+    LFM2_MOE,
+    MAMBA1,
+    MAMBA2,
+    NEMOTRON,
+    ZAMBA,
+)
 from torch import Tensor
 
 from deltaline_kernels import Rows
@@ -21,8 +34,8 @@ from deltaline_server.snapshots.layout import SpanProgress, StateLayer, StateLay
 
 CPU = torch.device("cpu")
 MAX_DRAFT, PAGE, NUM_PAGES = 4, 16, 4
-FAMILIES = {"gated_delta": GATED_DELTA_NET, "mamba2": MAMBA2, "hybrid": HYBRID, "experts": EXPERTS}
-FAMILIES |= {"nemotron": NEMOTRON, "falcon": FALCON, "zamba": ZAMBA, "lfm2": LFM2, "lfm2_moe": LFM2_MOE}
+FAMILIES = {"gated_delta": GATED_DELTA_NET, "mamba1": MAMBA1, "mamba2": MAMBA2, "hybrid": HYBRID, "experts": EXPERTS}
+FAMILIES |= {"nemotron": NEMOTRON, "falcon": FALCON, "zamba": ZAMBA, "lfm2": LFM2, "lfm2_moe": LFM2_MOE, "kimi": KIMI}
 # Tokens of a prefill, and of the verify behind it, of which so many are accepted.
 PREFILL, VERIFY = 37, 3
 
@@ -60,7 +73,8 @@ def line_arrays(state: LayerState | KvState, line: int, tokens: int) -> LayerArr
 
 def put_tokens(state: KvState, line: int, arrays: TokenArrays) -> None:
     pages = state.page_table[line, :NUM_PAGES].long()
-    for part, values in ((state.k_pages, arrays.keys), (state.v_pages, arrays.values)):
+    parts = ((state.k_pages, arrays.keys), (state.v_pages, arrays.values))
+    for part, values in parts[: 1 if state.v_pages is state.k_pages else 2]:  # of latents they are the same
         padded = np.zeros((part[pages].flatten(0, 1).shape[0], *values.shape[1:]), dtype=values.dtype)
         padded[: len(values)] = values
         words(part)[pages] = padded.reshape(len(pages), PAGE, *values.shape[1:])

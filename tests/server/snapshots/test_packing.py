@@ -13,10 +13,13 @@ from rigs.packed_states import LayerArrays, LineArrays, SpanArrays, TokenArrays,
 from rigs.states import (
     ATTENTION,
     GATED_DELTA,
+    KDA,
+    LATENTS,
     LAYOUT,
     MAMBA,
     MAX_DRAFT,
     MOVED,
+    SCAN,
     SHORT_CONV,
     SNAPSHOT,
     random_words,
@@ -107,10 +110,10 @@ def test_no_byte_of_what_was_not_written_gets_in() -> None:
     assert any(len(each) for each in between) and not any(each.any() for each in between)
 
 
-KINDS = ["gated_delta", "mamba2", "short_conv", "attention"]
+KINDS = ["gated_delta", "kda", "mamba1", "mamba2", "short_conv", "attention", "latents"]
 
 
-@pytest.mark.parametrize("shape", [GATED_DELTA, MAMBA, SHORT_CONV, ATTENTION], ids=KINDS)
+@pytest.mark.parametrize("shape", [GATED_DELTA, KDA, SCAN, MAMBA, SHORT_CONV, ATTENTION, LATENTS], ids=KINDS)
 def test_a_rank_s_part_is_what_a_server_of_that_share_packs(shape: Any) -> None:
     progress = [SpanProgress(position=33, replay=1, records_0=3)]
 
@@ -134,17 +137,32 @@ def test_a_rank_s_part_is_what_a_server_of_that_share_packs(shape: Any) -> None:
 def share_of(arrays: LayerArrays, shape: Any, rank: int) -> LayerArrays:
     """What one of two ranks has of a layer, cut by what its channels mean."""
 
-    def cut(values: NDArray[Any], sizes: list[int]) -> NDArray[Any]:
-        parts = np.split(values, np.cumsum(sizes)[:-1], axis=-1)
-        return np.concatenate([np.split(part, 2, axis=-1)[rank] for part in parts], axis=-1)
+    def cut(values: NDArray[Any], parts: list[tuple[int, int]]) -> NDArray[Any]:
+        """Of the parts of each row, heads and channels of all of them; both have the one head that there is."""
+        cuts = np.split(values, np.cumsum([size for _, size in parts])[:-1], axis=-1)
+        halves = (
+            part if count == 1 else np.split(part, 2, axis=-1)[rank]
+            for part, (count, _) in zip(cuts, parts, strict=True)
+        )
+        return np.concatenate(list(halves), axis=-1)
 
     if isinstance(arrays, TokenArrays):
-        return TokenArrays(arrays.keys[:, rank : rank + 1], arrays.values[:, rank : rank + 1])
+        head = rank % arrays.keys.shape[1]  # both have the one of latents
+        return TokenArrays(arrays.keys[:, head : head + 1], arrays.values[:, head : head + 1])
     heads = shape.num_value_heads // 2
     return LineArrays(
-        cut(arrays.conv, [count * size for _, count, size in conv_parts(shape)]),
+        cut(arrays.conv, [(count, count * size) for _, count, size in conv_parts(shape)]),
         arrays.recurrent[rank * heads : (rank + 1) * heads],
-        cut(arrays.drafts, [shape.key_channels, shape.value_channels, shape.num_value_heads] if shape.record else [0]),
+        cut(
+            arrays.drafts,
+            [
+                (shape.num_key_heads, shape.key_channels),
+                (shape.num_value_heads, shape.value_channels),
+                (shape.num_value_heads, shape.num_value_heads * shape.head_gates),
+            ]
+            if shape.record
+            else [(2, 0)],
+        ),
     )
 
 
@@ -158,6 +176,12 @@ def test_of_a_short_convolution_its_line_is_all_there_is() -> None:
     layout = StateLayout((StateLayer(0, 0, SHORT_CONV),), 1, 2, 4, MAX_DRAFT)
     [section] = layout.sections([SpanProgress(position=33, replay=1, records_0=3)])
     assert (section.part, section.shape) == (Part.CONV_X, (2, SHORT_CONV.conv_width - 1 + 3, 16))
+
+
+def test_of_latents_each_token_has_one_row() -> None:
+    layout = StateLayout((StateLayer(0, 0, LATENTS),), 1, 2, 4, MAX_DRAFT)
+    [section] = layout.sections([SpanProgress(position=33)])
+    assert (section.part, section.shape, section.num_bytes) == (Part.KEYS, (1, 33, 20 + 4), 2 * 33 * 24)
 
 
 def test_the_channels_of_mamba2_are_x_then_b_then_c() -> None:

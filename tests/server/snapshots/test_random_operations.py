@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from rigs.scheduler_rig import turns
-from rigs.small_models import EXPERTS, FALCON, GATED_DELTA_NET, HYBRID, LFM2_MOE, MAMBA2, NEMOTRON
+from rigs.small_models import EXPERTS, FALCON, GATED_DELTA_NET, HYBRID, KIMI, LFM2_MOE, MAMBA1, MAMBA2, NEMOTRON
 from rigs.state_rig import MAX_CONTEXT, MAX_DRAFT, Array, Entry, Reference, StateRig
 from rigs.until import until
 
@@ -60,9 +60,17 @@ MODELS: dict[str, tuple[dict[str, Any], list[range] | None]] = {
     "layers without a state": (NEMOTRON, [range(0, 1), range(1, 4)]),
     "two states in a layer": (FALCON, None),
     "short convolutions": (LFM2_MOE, None),
+    "latents": (KIMI, None),
+    "channels with steps of their own": (MAMBA1, None),
 }
 # test_transfer.py and test_continuation.py try their states in every run.
-RARE = ("layers without a state", "two states in a layer", "short convolutions")
+RARE = (
+    "layers without a state",
+    "two states in a layer",
+    "short convolutions",
+    "latents",
+    "channels with steps of their own",
+)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rigs.small_models import GATED_DELTA_NET, HYBRID, LFM2, MAMBA2
+from rigs.small_models import GATED_DELTA_NET, HYBRID, KIMI, LFM2, MAMBA1, MAMBA2
 from rigs.state_rig import PAGE_SIZE, Array, InlineEngine, StateRig
 
 from deltaline_server.engine import executor
@@ -28,8 +28,10 @@ from deltaline_server.tables.pages import PagePool
 
 MODELS: dict[str, tuple[dict[str, Any], list[range] | None]] = {
     "gated_delta_net": (GATED_DELTA_NET, None),
+    "mamba1": (MAMBA1, None),
     "mamba2": (MAMBA2, None),
     "short convolutions": (LFM2, None),
+    "latents": (KIMI, None),
     "hybrid": (HYBRID, None),
     "hybrid, two spans": (HYBRID, [range(0, 1), range(1, 2)]),
     "streams": (HYBRID | {"hc_mult": 2}, None),

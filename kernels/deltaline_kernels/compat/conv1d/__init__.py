@@ -28,6 +28,7 @@ from deltaline_kernels.compat.arguments import (
 )
 from deltaline_kernels.compat.conv1d.batch import convolve_batch
 from deltaline_kernels.compat.conv1d.by_device import convolve
+from deltaline_kernels.compat.conv1d.circles import take_turn
 from deltaline_kernels.compat.conv1d.tokens import pack_columns, pack_tokens, pick_lines, unpack_tokens
 from deltaline_kernels.compat.rows import check_contents
 from deltaline_kernels.operators import operator
@@ -38,7 +39,6 @@ INSTEAD = {
     "initial_states": "conv_states and has_initial_state tell them",
     "return_final_states": "conv_states are left with the last tokens",
     "final_states_out": "conv_states are left with the last tokens",
-    "cache_seqlens": "lines are not circular",
 }
 
 
@@ -199,7 +199,7 @@ def causal_conv1d_update(
     validate_data: bool = False,
     out: Tensor | None = None,
     null_block_id: int | None = None,
-    cache_seqlens: None = None,
+    cache_seqlens: Tensor | None = None,
     **unused: Unpack[UnusedConvSteps],
 ) -> Tensor:
     """Convolve the next tokens of each sequence and slide its line; nothing but `conv_state` and `out` is written.
@@ -227,7 +227,9 @@ def causal_conv1d_update(
             whose outputs are unspecified. The CPU refuses both.
         out: of x's shape and dtype, or None; may be x, but must not overlap it otherwise.
         null_block_id: takes the place of `pad_slot_id` where it is given; line 0 is an ordinary one unless it is 0.
-        cache_seqlens: causal-conv1d's circular lines, refused.
+        cache_seqlens: `(batch,)`, the tokens of each row before these, where lines are circular, as causal-conv1d's may
+            be: column i % columns has a sequence's token i, and only these tokens' columns are written. For x without
+            query_start_loc, and a line per row.
         unused: what engines pass, and changes nothing (`UnusedConvSteps`).
 
     Returns:
@@ -240,7 +242,6 @@ def causal_conv1d_update(
     silu = parse_activation(activation)
     skip = parse_pad(pad_slot_id, null_block_id)
     check_integer("max_query_len", max_query_len)
-    _refuse(cache_seqlens=cache_seqlens)
     tokens, num_rows, length = pack_tokens(x, query_start_loc)
     num_tokens, dim = tokens.shape
     device = x.device
@@ -250,16 +251,27 @@ def causal_conv1d_update(
     read, write = pick_lines(
         conv_state_indices, initial_state_idx, block_idx_last_scheduled_token, device, validate=validate_data
     )
+    if cache_seqlens is not None:
+        others = {
+            "query_start_loc": query_start_loc,
+            "num_accepted_tokens": num_accepted_tokens,
+            "initial_state_idx": initial_state_idx,
+        }
+        for name, given in others.items():
+            if given is not None:
+                raise ValueError(f"{name}: expected None beside cache_seqlens, got {type(given).__name__}")
+        _check_lines(conv_state, read, num_rows)
+        conv_state, read = take_turn(
+            conv_state, tokens, length, cache_seqlens, None if read is None else read[:num_rows], skip, width
+        )
+        write, skip = read, -1
     if query_start_loc is not None:
         least = 1 if read is None else read.shape[0] + 1
         check_indices("query_start_loc", query_start_loc, device, least, more=True)
         num_rows = query_start_loc.shape[0] - 1 if read is None else read.shape[0]
         query_start_loc = query_start_loc.contiguous()
-    if read is None and conv_state.shape[0] < num_rows:
-        raise ValueError(f"conv_state: expected at least {num_rows} lines, got {conv_state.shape[0]}")
+    _check_lines(conv_state, read, num_rows)
     if read is not None and write is not None:
-        if read.shape[0] < num_rows:
-            raise ValueError(f"conv_state_indices: expected at least {num_rows} rows as x has, got {read.shape[0]}")
         read, write = read[:num_rows], write[:num_rows]
     if num_accepted_tokens is not None:
         check_indices("num_accepted_tokens", num_accepted_tokens, device, num_rows, more=True)
@@ -290,6 +302,14 @@ def causal_conv1d_update(
         convolve(tokens, weight.t(), bias, lines, rows, y, silu)
         out.copy_(unpack_tokens(y, x))
     return out
+
+
+def _check_lines(conv_state: Tensor, read: Tensor | None, num_rows: int) -> None:
+    """Raise ValueError unless there is a line, or an index of one, for each row."""
+    if read is None and conv_state.shape[0] < num_rows:
+        raise ValueError(f"conv_state: expected at least {num_rows} lines, got {conv_state.shape[0]}")
+    if read is not None and read.shape[0] < num_rows:
+        raise ValueError(f"conv_state_indices: expected at least {num_rows} rows as x has, got {read.shape[0]}")
 
 
 def _refuse(**asked: object) -> None:

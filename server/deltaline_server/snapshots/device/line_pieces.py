@@ -134,8 +134,8 @@ class LinePlans:
         return Run(self._places[first.number].span, lines, staged)
 
     def _lines(self, first: Section, count: int) -> Tensor:
-        """What this section and those like it, of `count` layers, hold of each line: `[L, layers, *section]`, of gates
-        with a last dimension of 1."""
+        """What this section and those like it, of `count` layers, hold of each line: `[L, layers, *section]`, of one
+        gate of a head with a last dimension of 1."""
         place = self._places[first.number]
         tensors = (tensor[place.index : place.index + count] for tensor in self._blocks[place.block])
         conv, recurrent, drafts = (tensor.transpose(0, 1) for tensor in tensors)
@@ -189,7 +189,7 @@ def _first_channel(part: Part, shape: RecurrentShape) -> int:
     of_record = (
         (Part.DRAFT_KEYS, shape.num_key_heads, shape.key_dim),
         (Part.DRAFT_UPDATES, shape.num_value_heads, shape.value_dim),
-        (Part.DRAFT_GATES, shape.num_value_heads, 1),
+        (Part.DRAFT_GATES, shape.num_value_heads, shape.head_gates),
     )
     first = 0
     for each, heads, size in of_record if part in _DRAFTS else conv_parts(shape):

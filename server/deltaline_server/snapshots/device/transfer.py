@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltaline_server.layers.kv_cache import KvPlan
-from deltaline_server.layers.shapes import AttentionShape, MixerShape
+from deltaline_server.layers.kv_cache import KvPlan, kept_values
+from deltaline_server.layers.shapes import MixerShape, PagedShape
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.snapshots.device.line_pieces import LINE_PARTS, WORDS, LinePlans, line_staging_bytes
-from deltaline_server.snapshots.layout import Bytes, Part, Section, SpanProgress, StateLayout
+from deltaline_server.snapshots.layout import Bytes, Part, Section, SpanProgress, StateLayout, token_parts
 from deltaline_server.tables.lines import NULL_LINE
 
 # Bytes that cross at once: enough for the link's full speed.
@@ -51,7 +51,7 @@ class StateTransfer:
     def __init__(self, layout: StateLayout, numbers: Sequence[int], pool: StatePool) -> None:
         """Allocate the staging memory. numbers: of the layers in the checkpoint that the pool's states belong to."""
         self._layout = layout
-        shapes = {layer.number: layer.shape for layer in layout.layers if isinstance(layer.shape, AttentionShape)}
+        shapes = {layer.number: layer.shape for layer in layout.layers if isinstance(layer.shape, PagedShape)}
         paged = list(dict.fromkeys(number for number in numbers if number in shapes))
         self._blocks = [
             (block.view(WORDS[block.itemsize]), _entries(block, shapes, paged)) for block in pool.page_blocks
@@ -192,21 +192,21 @@ def _token_bytes(shapes: Sequence[MixerShape], itemsize: int, kv: KvPlan | None)
     as many tokens as there can be."""
     if kv is None:
         return 0
-    heads = [(shape.num_kv_heads, shape.head_dim) for shape in shapes if isinstance(shape, AttentionShape)]
+    paged = [shape for shape in shapes if isinstance(shape, PagedShape)]
     head_bytes = kv.max_pages * kv.page_size * itemsize
     return max(
-        head_bytes * max(size for _, size in heads),
-        min(PIECE_BYTES, head_bytes * 2 * sum(count * size for count, size in heads)),
+        head_bytes * max(shape.head_dim for shape in paged),
+        min(PIECE_BYTES, head_bytes * sum(map(kept_values, paged))),
     )
 
 
-def _entries(block: Tensor, shapes: dict[int, AttentionShape], paged: Sequence[int]) -> list[tuple[int, Part]]:
+def _entries(block: Tensor, shapes: Mapping[int, PagedShape], paged: Sequence[int]) -> list[tuple[int, Part]]:
     """Layer and part of each entry of a block: those of its sizes, in the order in which they were allocated."""
     found = []
     for number in paged:
         shape = shapes[number]
         if block.shape[3:] == (shape.num_kv_heads, shape.head_dim):
-            found += [(number, Part.KEYS), (number, Part.VALUES)]
+            found += [(number, part) for part in token_parts(shape)]
     return found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rigs.packed_states import LayerArrays, LineArrays, SpanArrays, TokenArrays, pack, unpack
-from rigs.states import ATTENTION, GATED_DELTA, MAMBA, MAX_DRAFT, SHORT_CONV, random_words
+from rigs.states import ATTENTION, GATED_DELTA, KDA, LATENTS, MAMBA, MAX_DRAFT, SCAN, SHORT_CONV, random_words
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltaline_server.layers.kv_cache import KvState
@@ -65,7 +65,16 @@ def test_a_state_of_48_layers_is_few_operations(progress: SpanProgress, most: in
 
 def drawn_layout(rng: np.random.Generator) -> tuple[StateLayout, list[int]]:
     """Layers of any kinds in any spans, and their numbers in the order in which a pool has them."""
-    kinds: list[MixerShape] = [GATED_DELTA, replace(GATED_DELTA, num_value_heads=2), MAMBA, SHORT_CONV, ATTENTION]
+    kinds: list[MixerShape] = [
+        GATED_DELTA,
+        replace(GATED_DELTA, num_value_heads=2),
+        KDA,
+        SCAN,
+        MAMBA,
+        SHORT_CONV,
+        ATTENTION,
+        LATENTS,
+    ]
     num_layers, num_spans = int(rng.integers(1, 14)), int(rng.integers(1, 4))
     numbers = sorted(rng.choice(20, num_layers, replace=False).tolist())
     weights = rng.dirichlet(np.full(len(kinds), 0.5))

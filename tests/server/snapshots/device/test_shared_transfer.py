@@ -34,6 +34,7 @@ WAIT_S = 10.0
         ("streams", (4, 1)),
         pytest.param("streams", (2, 4, 1), marks=pytest.mark.sweep),
         pytest.param("bamba", (2, 4, 1), marks=pytest.mark.sweep),
+        pytest.param("kimi", (4, 2, 1), marks=pytest.mark.sweep),
     ],
 )
 def test_a_state_goes_from_one_process_over_ranks_and_back_with_its_bytes(

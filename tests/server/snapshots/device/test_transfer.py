@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rigs.packed_states import LayerArrays, LineArrays, SpanArrays, TokenArrays, pack
-from rigs.small_models import FALCON, GATED_DELTA_NET, HYBRID, LFM2, MAMBA2, NEMOTRON
+from rigs.small_models import FALCON, GATED_DELTA_NET, HYBRID, KIMI, LFM2, MAMBA1, MAMBA2, NEMOTRON
 
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
@@ -24,9 +24,11 @@ from deltaline_server.snapshots.tiers import layer_numbers, make_layout
 MAX_DRAFT, PAGE = 4, 16
 MODELS: dict[str, tuple[dict[str, Any], tuple[range, ...] | None]] = {
     "gated_delta_net": (GATED_DELTA_NET, None),
+    "mamba1": (MAMBA1, None),
     "mamba2": (MAMBA2, None),
     "hybrid": (HYBRID, None),
     "short convolutions": (LFM2, None),
+    "latents": (KIMI, None),
     "layers without a state": (NEMOTRON, None),
     "two states in a layer": (FALCON, (range(1, 2), range(0, 1))),
     "spans in another order": (

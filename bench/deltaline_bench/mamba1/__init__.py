@@ -1,0 +1,1 @@
+"""The cases of mamba1: prefill, decode and verify, ours beside the field's kernels."""

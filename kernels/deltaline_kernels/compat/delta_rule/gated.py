@@ -1,0 +1,253 @@
+"""The gated delta rule as inference engines call it: `chunk_gated_delta_rule` and `fused_recurrent_gated_delta_rule`.
+
+    h = exp(g) h;  u = beta (v - h k);  h += u k^T;  o = h q
+
+Names, arguments and state layout are those of vLLM; by name, those of fla are taken too.
+Value head i uses key head i // (HV / H). Where q has more heads than k and v, HQ and H, head i uses head i // (HQ / H)
+of k and v, and HV, the heads of gates, states and outputs, is HQ. Gates, products and sums are fp32, but for the inputs
+of chunks (docs/numerics.md). Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
+"""
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.compat.arguments import Unused, check_flag, check_unused
+from deltaline_kernels.compat.delta_inputs import pack_delta
+from deltaline_kernels.compat.delta_rule.raw_gates import with_gates
+from deltaline_kernels.compat.delta_rule.sequences import (
+    advance_rows,
+    check_states,
+    lay_out,
+    new_states,
+    run_rule,
+    run_sequences,
+    shape_output,
+)
+from deltaline_kernels.compat.slots import Slots, advance_slots
+from deltaline_kernels.operators import operator
+
+
+def _fake_outputs(v: Tensor, gate: Tensor) -> Tensor:
+    return v.new_empty(*v.shape[:2], gate.shape[-1], v.shape[3])
+
+
+def _fake_states(k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None, v_first: bool) -> Tensor:
+    num_rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    states = v.new_empty(num_rows, g.shape[2], v.shape[3], k.shape[3], dtype=torch.float32)
+    return states if v_first else states.transpose(2, 3)
+
+
+def _fake_chunks(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+    transpose_state_layout: bool | None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    v_first = _parse_order(state_v_first, transpose_state_layout)
+    return _fake_outputs(v, g), _fake_states(k, v, g, cu_seqlens, v_first) if output_final_state else None
+
+
+def _fake_steps(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None,
+    inplace_final_state: bool,
+    cu_seqlens: Tensor | None,
+    output_final_state: bool | None,
+    state_v_first: bool,
+    transpose_state_layout: bool | None,
+    final_state: Tensor | None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if output_final_state is not None:
+        return _fake_chunks(k, v, g, output_final_state, cu_seqlens, state_v_first, transpose_state_layout)
+    if final_state is not None:
+        return _fake_outputs(v, g), final_state
+    if initial_state is None:
+        return _fake_outputs(v, g), _fake_states(k, v, g, cu_seqlens, True)
+    return _fake_outputs(v, g), initial_state if inplace_final_state else initial_state.new_empty(initial_state.shape)
+
+
+def _parse_order(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+    """Return whether a state's values come before its keys."""
+    check_flag("state_v_first", state_v_first)
+    if transpose_state_layout is None:
+        return state_v_first
+    check_flag("transpose_state_layout", transpose_state_layout)
+    return transpose_state_layout
+
+
+@operator(_fake_chunks, results=2, unused=check_unused)
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    state_v_first: bool = True,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    transpose_state_layout: bool | None = None,
+    **unused: Unpack[Unused],
+) -> tuple[Tensor, Tensor | None]:
+    """Run whole sequences in chunks. Mutates nothing.
+
+    Args:
+        q, k: `[batch, tokens, H, K]`; v: `[batch, tokens, HV, V]`, HV a multiple of H; or q `[batch, tokens, HQ, K]`,
+            HQ a multiple of the H heads of k and v, which are then copied. fp32, bf16 or fp16; if not all alike, they
+            are copied to fp32. Contiguous ones and columns of one tensor are used where they are; one whose heads are
+            not packed, or whose tokens are not one distance apart, is copied. Head sizes of at most 256.
+        g: `[batch, tokens, HV]`, the log of the decay, at most 0. beta: likewise, of moderate size (0
+            to 2, say). Any of the three dtypes; used in fp32.
+        scale: of q, above 0; None is K**-0.5.
+        initial_state: `[N, HV, V, K]`, any of the three dtypes; None is zero.
+        cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last; the batch is 1
+            then. None: each of the batch is a sequence.
+        use_qk_l2norm_in_kernel: divide q and k by their norms.
+        state_v_first: False: initial and final states are `[N, HV, K, V]`, fla's and transformers' order.
+            transpose_state_layout, its older name, counts in its place where it is given.
+        use_gate_in_kernel: the log of the decay is -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias `(HV,)`,
+            any of the three dtypes, a dt_bias of None being zero. Otherwise they say nothing.
+        use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that.
+        unused: what other engines pass, and changes nothing (`Unused`).
+
+    Returns:
+        o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no sequence; and `[N, HV, V, K]` fp32 if
+        `output_final_state`, else None. The final state of an empty sequence is its initial one.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    check_unused(unused)
+    check_flag("output_final_state", output_final_state)
+    v_first = _parse_order(state_v_first, transpose_state_layout)
+    inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel)
+    check_flag("use_gate_in_kernel", use_gate_in_kernel)
+    gate = (A_log, dt_bias, None) if use_gate_in_kernel else None
+    inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    rows = lay_out(v, cu_seqlens)
+    return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=True)
+
+
+@operator(_fake_steps, mutates=["initial_state", "final_state"], results=2, unused=check_unused)
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    inplace_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    output_final_state: bool | None = None,
+    state_v_first: bool = True,
+    output_state_indices: Tensor | None = None,
+    final_state: Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    transpose_state_layout: bool | None = None,
+    **unused: Unpack[Unused],
+) -> tuple[Tensor, Tensor | None]:
+    """Run the next tokens of each row, one by one.
+
+    Args:
+        q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval: as for `chunk_gated_delta_rule`; a beta of None is 1. Rows of
+            one token are fastest without cu_seqlens, as `[batch, 1, ...]`.
+        initial_state: any of the three dtypes, packed states at any distance; `[N, HV, V, K]`, the state of row i at i,
+            None for zero; or with ssm_state_indices a pool `[slots, HV, V, K]`. Mutated if `inplace_final_state` and
+            there is no other final_state: the states of rows with tokens, each rounded when it is stored.
+        inplace_final_state: False: return new states. Only without ssm_state_indices.
+        ssm_state_indices: `(N,)`, the slot of each row, or a table `(N, columns)`: the state after token t of row i
+            goes to slot table[i, t]. A row with a negative slot, to begin with or for a token, is skipped: its outputs
+            are zero, no slot is touched. So is, on CUDA, a row longer than the table; the CPU refuses it. Slot 0 is an
+            ordinary one.
+        num_accepted_tokens: `(N,)`, with a table only: row i begins with slot table[i, accepted - 1], counts outside
+            1..columns being the nearest of these; None: with table[i, 0]. It and ssm_state_indices may have more rows,
+            which are not read.
+        output_final_state: True or False, as fla and transformers call it: initial_state and what is returned are those
+            of `chunk_gated_delta_rule`, and nothing is mutated. Not beside ssm_state_indices.
+        state_v_first, transpose_state_layout: likewise; `[N, HV, K, V]` only with output_final_state.
+        output_state_indices: as ssm_state_indices, beside it, and of as many dimensions: the slots that states go to,
+            in place of those that they come from. A negative one keeps no state.
+        final_state: as initial_state, of its dtype or another, and in other memory, unless it is initial_state. Mutated
+            in its place, which is only read then. Not beside output_final_state.
+        unused: what other engines pass, and changes nothing (`Unused`).
+
+    A row without tokens changes nothing, but that its state, too, goes where states go, if that is elsewhere.
+
+    Returns:
+        o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row; and final_state, or initial_state, or
+        new states in its dtype (fp32 if it is None).
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    check_unused(unused)
+    check_flag("inplace_final_state", inplace_final_state)
+    v_first = _parse_order(state_v_first, transpose_state_layout)
+    if output_final_state is not None:
+        check_flag("output_final_state", output_final_state)
+    gates = {"g": g, "beta": beta}
+    inputs = pack_delta(q, k, v, gates, scale, normalize=use_qk_l2norm_in_kernel, optional="beta")
+    check_flag("use_gate_in_kernel", use_gate_in_kernel)
+    gate = (A_log, dt_bias, None) if use_gate_in_kernel else None
+    inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    rows = lay_out(v, cu_seqlens)
+    if output_final_state is not None:
+        beside = {
+            "ssm_state_indices": ssm_state_indices,
+            "num_accepted_tokens": num_accepted_tokens,
+            "output_state_indices": output_state_indices,
+            "final_state": final_state,
+        }
+        for name, given in beside.items():
+            if given is not None:
+                raise ValueError(f"{name}: expected None, as output_final_state is given, got a tensor")
+        return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=False)
+    if not v_first:
+        raise ValueError("state_v_first: expected True, as output_final_state is not given, got False")
+    if ssm_state_indices is not None:
+        if not inplace_final_state:
+            raise ValueError("inplace_final_state: expected True, as ssm_state_indices is given, got False")
+        pool = check_states("initial_state", initial_state, inputs)
+        final = None if final_state is None else check_states("final_state", final_state, inputs)
+        names = ("ssm_state_indices", "output_state_indices")
+        slots = Slots(names[0], pool, ssm_state_indices, final, output_state_indices, names[1], num_accepted_tokens)
+        o = advance_slots(run_rule, inputs, rows, slots, inputs.empty_output(v.dtype))
+        return shape_output(o, v), pool if final is None else final
+    for name, given in (("num_accepted_tokens", num_accepted_tokens), ("output_state_indices", output_state_indices)):
+        if given is not None:
+            raise ValueError(f"{name}: expected None, as ssm_state_indices is not given, got a tensor")
+    for name, given in (("initial_state", initial_state), ("final_state", final_state)):
+        if given is not None:
+            check_states(name, given, inputs, rows.num_rows)
+    if final_state is None:
+        is_kept = inplace_final_state and initial_state is not None
+        final_state = initial_state if is_kept else new_states(rows, inputs, initial_state)
+    o = inputs.empty_output(v.dtype)
+    return shape_output(advance_rows(inputs, rows, initial_state, final_state, o), v), final_state

@@ -1,0 +1,237 @@
+"""KDA as fla and FlashKDA call it: `chunk_kda`, `fused_recurrent_kda` and `flash_kda_fwd`.
+
+    h = exp(g) h;  u = beta (v - h k);  h += u k^T;  o = h q
+
+with a g of each key channel. Names, arguments, defaults and state layout are fla's; with `state_v_first` states are
+those of vLLM and SGLang. Value head i uses key head i // (HV / H). Gates, products and sums are fp32, but for the
+inputs of chunks (docs/numerics.md). Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
+"""
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.compat.arguments import Unused, UnusedKda, check_flag, check_operand, check_unused
+from deltaline_kernels.compat.delta_inputs import pack_delta
+from deltaline_kernels.compat.delta_rule.raw_gates import with_gates
+from deltaline_kernels.compat.delta_rule.sequences import (
+    advance_rows,
+    check_states,
+    lay_out,
+    run_rule,
+    run_sequences,
+    shape_output,
+)
+from deltaline_kernels.compat.slots import Slots, advance_slots
+from deltaline_kernels.operators import operator
+
+
+def _fake_sequences(
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+    ssm_state_indices: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    o = v.new_empty(v.shape)
+    if ssm_state_indices is not None:
+        return o, initial_state
+    if not output_final_state:
+        return o, None
+    num_rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    states = v.new_empty(num_rows, v.shape[2], v.shape[3], k.shape[3], dtype=torch.float32)
+    return o, states if state_v_first else states.transpose(2, 3)
+
+
+def _fake_nothing(**_: Any) -> None:
+    return None
+
+
+def _check_chunks(unused: Any) -> None:
+    check_unused(unused, UnusedKda)
+
+
+@operator(_fake_sequences, results=2, unused=_check_chunks)
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    **unused: Unpack[UnusedKda],
+) -> tuple[Tensor, Tensor | None]:
+    """Run whole sequences in chunks. Mutates nothing.
+
+    Args:
+        q, k: `[batch, tokens, H, K]`; v: `[batch, tokens, HV, V]`, HV a multiple of H. fp32, bf16 or fp16; if not all
+            alike, they are copied to fp32. One whose heads are not packed, or whose tokens are not one distance apart,
+            is copied. Head sizes of at most 256.
+        g: `[batch, tokens, HV, K]`, the log of the decays, at most 0. beta: `[batch, tokens, HV]`, of moderate size (0
+            to 2, say). Any of the three dtypes; used in fp32.
+        scale: of q, above 0; None is K**-0.5.
+        initial_state: `[N, HV, K, V]`, any of the three dtypes; None is zero.
+        use_qk_l2norm_in_kernel: divide q and k by their norms.
+        use_gate_in_kernel: g is what `fused_kda_gate` takes, with A_log `(HV,)`, dt_bias `(HV * K,)` or `(HV, K)` and
+            lower_bound, which otherwise say nothing. A_log may be None beside lower_bound, dt_bias always.
+        use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that.
+        safe_gate: a promise that decays have a lower bound, which nothing here needs; the bound has to be told beside
+            use_gate_in_kernel.
+        disable_recompute: changes nothing. return_intermediate_states: False.
+        state_v_first: initial and final states are `[N, HV, V, K]`.
+        cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last; the batch is 1
+            then. None: each of the batch is a sequence.
+        unused: what fla and transformers pass, and changes nothing (`UnusedKda`).
+
+    Returns:
+        o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no sequence; and `[N, HV, K, V]` fp32 if
+        `output_final_state`, else None. The final state of an empty sequence is its initial one.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    _check_chunks(unused)
+    check_flag("disable_recompute", disable_recompute)
+    check_flag("safe_gate", safe_gate)
+    if return_intermediate_states is not False:
+        raise ValueError(f"return_intermediate_states: expected False, got {return_intermediate_states}")
+    if safe_gate and use_gate_in_kernel and lower_bound is None:
+        raise ValueError("lower_bound: expected a number, as safe_gate and use_gate_in_kernel are given, got None")
+    check_flag("output_final_state", output_final_state)
+    check_flag("state_v_first", state_v_first)
+    inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel, keyed=True)
+    gate = (A_log, dt_bias, lower_bound) if use_gate_in_kernel else None
+    check_flag("use_gate_in_kernel", use_gate_in_kernel)
+    inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    rows = lay_out(v, cu_seqlens)
+    return run_sequences(inputs, v, rows, initial_state, output_final_state, state_v_first, chunked=True)
+
+
+@operator(_fake_sequences, mutates=["initial_state"], results=2, unused=check_unused)
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    **unused: Unpack[Unused],
+) -> tuple[Tensor, Tensor | None]:
+    """Run the next tokens of each row, one by one.
+
+    Args:
+        q, k, v, g, beta, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens: as for `chunk_kda`.
+        initial_state, output_final_state, state_v_first: likewise, and nothing is mutated; but beside
+            ssm_state_indices initial_state is a pool `[slots, HV, V, K]` of packed states at any distance, and is
+            mutated: the slots of rows with tokens, each state rounded when it is stored.
+        ssm_state_indices: `(N,)` or `(N, columns)`, and num_accepted_tokens: as for `fused_recurrent_gated_delta_rule`.
+            Only with state_v_first, and without output_final_state.
+        unused: what fla and transformers pass, and changes nothing (`Unused`).
+
+    Returns:
+        What `chunk_kda` does; beside ssm_state_indices o and the pool.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    check_unused(unused)
+    check_flag("output_final_state", output_final_state)
+    check_flag("state_v_first", state_v_first)
+    inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel, keyed=True)
+    gate = (A_log, dt_bias, lower_bound) if use_gate_in_kernel else None
+    check_flag("use_gate_in_kernel", use_gate_in_kernel)
+    inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    rows = lay_out(v, cu_seqlens)
+    if ssm_state_indices is None:
+        if num_accepted_tokens is not None:
+            raise ValueError("num_accepted_tokens: expected None, as ssm_state_indices is not given, got a tensor")
+        return run_sequences(inputs, v, rows, initial_state, output_final_state, state_v_first, chunked=False)
+    for name, flag, wanted in (
+        ("state_v_first", state_v_first, True),
+        ("output_final_state", output_final_state, False),
+    ):
+        if flag is not wanted:
+            raise ValueError(f"{name}: expected {wanted}, as ssm_state_indices is given, got {flag}")
+    pool = check_states("initial_state", initial_state, inputs)
+    slots = Slots("ssm_state_indices", pool, ssm_state_indices, accepted=num_accepted_tokens)
+    return shape_output(advance_slots(run_rule, inputs, rows, slots, inputs.empty_output(v.dtype)), v), pool
+
+
+@operator(_fake_nothing, mutates=["out", "final_state"], results=0)
+def flash_kda_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """Run whole sequences in chunks, q and k divided by their norms, with the bounded gate and beta = sigmoid(beta).
+
+    Args:
+        q, k, v, g: `[batch, tokens, H, K]`, v's heads of V; beta: `[batch, tokens, H]`; as for `chunk_kda`, before
+            their gates, but that all have as many heads.
+        scale: of q, above 0.
+        out: `[batch, tokens, H, V]` contiguous, in v's dtype. Mutated: the tokens of all sequences.
+        A_log: `(H,)`; dt_bias: `(H, K)` or `(H * K,)`; lower_bound: at most 0.
+        initial_state: `[N, H, V, K]` packed states, any of the three dtypes; None is zero.
+        final_state: likewise, None if nobody asks. Mutated: all of it. It is initial_state or shares no memory with it.
+        cu_seqlens: as for `chunk_kda`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=True, keyed=True)
+    if q.shape[2] != v.shape[2]:
+        raise ValueError(f"q: expected the {v.shape[2]} heads of v, got {q.shape[2]}")
+    if lower_bound is None:
+        raise TypeError("lower_bound: expected a number, got NoneType")
+    inputs = with_gates(inputs, (A_log, dt_bias, lower_bound), sigmoid=True, doubles=False)
+    sizes = dict(zip(("batch", "tokens", "H", "V"), v.shape, strict=True))
+    check_operand("out", out, sizes, (v.dtype,), v.device, beside="v", contiguous=True)
+    rows = lay_out(v, cu_seqlens)
+    for name, states in (("initial_state", initial_state), ("final_state", final_state)):
+        if states is not None:
+            check_states(name, states, inputs, rows.num_rows)
+    advance_rows(inputs, rows, initial_state, final_state, out.flatten(0, 1), chunked=True)

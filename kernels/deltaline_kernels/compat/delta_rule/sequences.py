@@ -1,0 +1,101 @@
+"""The sequences and next tokens of a call of either delta rule: their rows, their states, and the operation itself."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.checks import ACTIVATIONS
+from deltaline_kernels.compat.arguments import EngineRows
+from deltaline_kernels.compat.delta_inputs import check_beside, check_counts
+from deltaline_kernels.compat.recurrence import advance
+from deltaline_kernels.compat.slots import check_contents, check_pool
+from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
+from deltaline_kernels.gated_delta import run_gated_delta
+from deltaline_kernels.kda import run_kda
+from deltaline_kernels.rows import Rows, StateLines
+
+
+def run_rule(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
+    """Do what `gated_delta` does, or `kda` where key channels have decays of their own."""
+    run = run_kda if inputs.heads.keyed else run_gated_delta
+    run(inputs, lines, rows, o)
+
+
+def run_sequences(
+    inputs: DeltaInputs,
+    v: Tensor,
+    rows: EngineRows,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    *,
+    chunked: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Check `initial_state`, run the rows from it, and return what `chunk_gated_delta_rule` does. Mutates nothing."""
+    if initial_state is not None:
+        names = ("HV", "V", "K") if state_v_first else ("HV", "K", "V")
+        sizes = state_sizes(inputs)
+        shape = {"N": rows.num_rows, **{name: sizes[name] for name in names}}
+        check_beside("initial_state", initial_state, shape, ACTIVATIONS, inputs.device)
+        initial_state = initial_state if state_v_first else initial_state.transpose(2, 3)
+        if not initial_state[:1].is_contiguous():
+            initial_state = initial_state.contiguous()
+    final = new_states(rows, inputs) if output_final_state else None
+    o = advance_rows(inputs, rows, initial_state, final, inputs.empty_output(v.dtype), chunked=chunked)
+    return shape_output(o, v), final if final is None or state_v_first else final.transpose(2, 3)
+
+
+def advance_rows(
+    inputs: DeltaInputs,
+    rows: EngineRows,
+    initial: Tensor | None,
+    final: Tensor | None,
+    o: Tensor,
+    *,
+    chunked: bool = False,
+) -> Tensor:
+    """Run row i from state i of `initial`, None for zero, write its last state to `final` if there is one; return o."""
+    if inputs.device.type == "cpu":
+        check_contents(rows, inputs.num_tokens)
+    moves = final is not None and final is not initial
+    rows = replace(rows, history=initial is not None, moves=moves)
+    written = final if moves and initial is not None else None
+    state = initial if initial is not None else final
+    if state is None:
+        # Neither read nor written.
+        state = torch.empty((0, *state_sizes(inputs).values()), dtype=torch.float32, device=inputs.device)
+    keep = final is not None
+    return advance(run_rule, inputs, state, rows, written=written, keep=keep, chunked=chunked, o=o)
+
+
+def shape_output(o: Tensor, v: Tensor) -> Tensor:
+    """Return o `[T, HV, V]` as `[batch, tokens, HV, V]`."""
+    return o.view(*v.shape[:2], *o.shape[1:])
+
+
+def lay_out(v: Tensor, cu_seqlens: Tensor | None) -> EngineRows:
+    """Return the rows of the tokens; they have no lines yet."""
+    batch, length = v.shape[:2]
+    if cu_seqlens is None:
+        return EngineRows(batch, length, length, None, None, None, -1, True, None)
+    check_counts("cu_seqlens", cu_seqlens, 1, v.device)
+    if batch != 1:
+        raise ValueError(f"q: expected a batch of 1, as cu_seqlens is given, got {batch}")
+    return EngineRows(cu_seqlens.shape[0] - 1, length, 0, cu_seqlens.contiguous(), None, None, -1, True, None)
+
+
+def state_sizes(inputs: DeltaInputs) -> dict[str, int]:
+    """Return the dimensions of one state."""
+    return {"HV": inputs.heads.num_value_heads, "V": inputs.heads.value_dim, "K": inputs.heads.key_dim}
+
+
+def new_states(rows: EngineRows, inputs: DeltaInputs, like: Tensor | None = None) -> Tensor:
+    """Return room for a state per row, `[N, HV, V, K]`, of the dtype of `like` or fp32."""
+    dtype = torch.float32 if like is None else like.dtype
+    return torch.empty((rows.num_rows, *state_sizes(inputs).values()), dtype=dtype, device=inputs.device)
+
+
+def check_states(name: str, pool: Tensor | None, inputs: DeltaInputs, num_lines: int | None = None) -> Tensor:
+    """Check states that are read or changed where they lie, and return them."""
+    return check_pool(name, pool, {"lines": num_lines, **state_sizes(inputs)}, inputs.device)

@@ -1,0 +1,93 @@
+"""The next tokens of either delta rule with their gates, as SGLang and vLLM call it."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, Unpack
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltaline_kernels.compat.arguments import UnusedSteps, check_flag, check_number, check_unused, parse_bound
+from deltaline_kernels.compat.delta_inputs import check_counts, pack_biases, pack_delta, pack_rates
+from deltaline_kernels.compat.delta_rule.sequences import check_states, lay_out, run_rule, shape_output
+from deltaline_kernels.compat.slots import Slots, advance_slots
+from deltaline_kernels.operators import operator
+
+# The softplus that the kernels compute.
+SOFTPLUS_BETA, SOFTPLUS_THRESHOLD = 1.0, 20.0
+
+
+def _fake_update(v: Tensor, b: Tensor, **_: Any) -> Tensor:
+    return v.new_empty(*v.shape[:2], b.shape[-1], v.shape[3])
+
+
+@operator(_fake_update, mutates=["initial_state_source", "final_state"], unused=partial(check_unused, kind=UnusedSteps))
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    output_state_indices: Tensor | None = None,
+    final_state: Tensor | None = None,
+    is_kda: bool = False,
+    lower_bound: float | None = None,
+    **unused: Unpack[UnusedSteps],
+) -> Tensor:
+    """Run the next tokens of each row, one by one, with g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b).
+
+    Args:
+        A_log, dt_bias: `(HV,)`, any of the three dtypes.
+        a, b: `[batch, tokens, HV]` or `[batch * tokens, HV]`, any of the three dtypes.
+        is_kda: each key channel has a decay of its own: a is `[.., HV, K]` or `[.., HV * K]`, dt_bias `(HV * K,)` or
+            `(HV, K)`, and q may not have more heads than v.
+        lower_bound: of KDA, at most 0: g = lower_bound sigmoid(exp(A_log) (a + dt_bias)).
+        softplus_beta, softplus_threshold: softplus(x) = log(1 + exp(beta x)) / beta, or x where beta x is above the
+            threshold. Other ones than 1 and 20 cost a few launches more.
+        q, k, v, scale, use_qk_l2norm_in_kernel, cu_seqlens: as for `fused_recurrent_gated_delta_rule`.
+        initial_state_source: `[slots, HV, V, K]`, any of the three dtypes, packed states at any distance. Mutated,
+            unless there is another final_state: the slots of rows with tokens.
+        initial_state_indices: `(N,)`, the slot of each row, perhaps more than N. A row with a negative slot is skipped:
+            its outputs are zero, no slot is touched. Slot 0 is an ordinary one.
+        output_state_indices, final_state: as for `fused_recurrent_gated_delta_rule`.
+        unused: what engines pass, and changes nothing (`UnusedSteps`).
+
+    Returns:
+        o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    check_unused(unused, UnusedSteps)
+    check_number("softplus_beta", softplus_beta, positive=True)
+    check_number("softplus_threshold", softplus_threshold)
+    check_flag("is_kda", is_kda)
+    if lower_bound is not None and not is_kda:
+        raise ValueError(f"lower_bound: expected None, as is_kda is False, got {lower_bound}")
+    lower_bound = parse_bound("lower_bound", lower_bound)
+    normalize = use_qk_l2norm_in_kernel
+    inputs = pack_delta(q, k, v, {"a": a, "b": b}, scale, normalize=normalize, flat_gates=True, keyed=is_kda)
+    rates, biases = pack_rates("A_log", A_log, inputs), pack_biases("dt_bias", dt_bias, inputs)
+    rows = lay_out(v, cu_seqlens)
+    pool = check_states("initial_state_source", initial_state_source, inputs)
+    final = None if final_state is None else check_states("final_state", final_state, inputs)
+    names = ("initial_state_indices", "output_state_indices")
+    check_counts(names[0], initial_state_indices, rows.num_rows, inputs.device)
+    slots = Slots(names[0], pool, initial_state_indices, final, output_state_indices, names[1])
+    if lower_bound is not None or (softplus_beta, softplus_threshold) == (SOFTPLUS_BETA, SOFTPLUS_THRESHOLD):
+        inputs = replace(inputs, A_log=rates, dt_bias=biases, lower_bound=lower_bound)
+    else:
+        rise = F.softplus(inputs.a.float() + biases.float(), softplus_beta, softplus_threshold)
+        rates = rates.float().exp().repeat_interleave(inputs.heads.num_decays // len(rates))
+        inputs = replace(inputs, a=-rates * rise, b=inputs.b.float().sigmoid())
+    return shape_output(advance_slots(run_rule, inputs, rows, slots, inputs.empty_output(v.dtype)), v)

@@ -1,0 +1,1 @@
+"""The mixers: of each kind what a checkpoint holds for it, and its computation."""
