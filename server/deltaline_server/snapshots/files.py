@@ -169,8 +169,8 @@ class FileTier:
         return await self._lasting(self._load(id, memory))
 
     async def release(self, id: bytes) -> bool:
-        """Remove a state, pinned or not; whether it was there. Who reads it reads it to its end; one that is being
-        written is removed when it has been."""
+        """Remove a state, pinned or not; whether it was there. Who reads it reads it to its end, or finds it unknown;
+        one that is being written is removed when it has been."""
         if id in self._writing:
             self._writing[id] = False
             return True
@@ -227,13 +227,14 @@ class FileTier:
 
     async def _spoilt(self, id: bytes, found: StoredFile, error: StateFileError) -> Miss:
         """A state could not be read: one whose file is damaged is no more."""
+        if self._files.get(id) is not found:  # it was released before its file was opened
+            return self._missed(Miss.UNKNOWN)
         event(_log, "a stored state can't be read", level=logging.WARNING, flaw=error.flaw, why=error)
         self.flaws[error.flaw] += 1
         if error.flaw in (Flaw.UNREADABLE, Flaw.BUSY):
             return self._missed(Miss.FAILED if error.flaw is Flaw.UNREADABLE else Miss.BUSY)
-        if self._files.get(id) is found:
-            del self._files[id]
-            await self._remove(name_of(id), found.num_bytes)
+        del self._files[id]
+        await self._remove(name_of(id), found.num_bytes)
         return self._missed(Miss.UNKNOWN if error.flaw is Flaw.GONE else Miss.DAMAGED)
 
     async def _make_room(self, num_bytes: int) -> bool:

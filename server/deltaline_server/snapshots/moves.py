@@ -188,9 +188,9 @@ class Moves:
         one = self._snapshots.get(id)
         if one is not None and isinstance(one.state, StoredState):
             async with self._reading.turn(one.owner.number):
-                if self._host.find(id) is None:
+                if isinstance(one.state, StoredState) and self._host.find(id) is None:
                     await self._read(id)
-        elif one is not None:
+        if one is not None and isinstance(one.state, CapturedState):  # it may be since its turn came
             await self._store(id)
 
     async def _write(self, id: bytes) -> None:
@@ -238,8 +238,9 @@ class Moves:
                 message = "host memory has no room to bring the snapshot back: others are copied, or it is too large"
                 raise RequestError(Reason.NO_SNAPSHOT_LINES, message, retry_after_s=1.0)
         except _Unreadable:
-            self.num_lost += 1
-            self._snapshots.end(id, SnapshotState.LOST)
+            if self._snapshots.get(id) is not None:  # else it was over before its file was read
+                self.num_lost += 1
+                self._snapshots.end(id, SnapshotState.LOST)
             return False
         self._host.pin(id, False)
         self._snapshots.relocated(id)
