@@ -115,7 +115,7 @@ class Known:
         found = [entry for entry in self.history if entry.position < position]
         stops = [position - entry.position for entry in found]
         return [
-            replace(entry, stop=stop) if entry.committed > stop else entry
+            replace(entry, stop=stop) if (entry.stop or entry.committed) > stop else entry
             for entry, stop in zip(found, stops, strict=True)
         ]
 
