@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
 
 from deltaline_cli.bench.options import BenchOptions, Kind
 from deltaline_cli.bench.samples import Sample, sample
-from deltaline_client import AsyncClient, AsyncSequence, Output, Row, ServerInfo
+from deltaline_client import AsyncClient, AsyncSequence, DeltalineError, Output, Row, ServerInfo
 
 # Hidden states are cut from a block that is drawn once: drawing takes longer than a step.
 _BLOCK_TOKENS = 1024
@@ -43,6 +44,7 @@ class BenchClient:
         self._kinds = list(options.mix)
         self._weights = np.array(list(options.mix.values())) / sum(options.mix.values())
         self._sequences: list[AsyncSequence] = []
+        self._opening: asyncio.Task[list[AsyncSequence]] | None = None
 
     async def prepare(self) -> None:
         """Open the sequences, and make one step of each kind, so that nothing is done for the first time later.
@@ -53,9 +55,14 @@ class BenchClient:
         self._options.check(info)
         self._longest, self._room = info.max_context or math.inf, self._options.room(info)
         self._block = await self._drawn(info)
-        self._sequences = list(await self._client.open_many(self._options.sequences))
+        self._sequences = list(await self._open(self._options.sequences))
         for kind in self._kinds:
             await self.step(kind)
+
+    async def _open(self, count: int) -> list[AsyncSequence]:
+        """Open sequences, which `close` closes also where this is cancelled before the server's answer came."""
+        self._opening = asyncio.ensure_future(self._client.open_many(count))
+        return await asyncio.shield(self._opening)
 
     async def _drawn(self, info: ServerInfo) -> Any:
         """Hidden states that steps take rows of: in shared memory, without a copy, if half of that holds them."""
@@ -110,7 +117,7 @@ class BenchClient:
         full = [place for place, position in used.items() if position and position + tokens > self._room]
         if full:
             await self._client.close([self._sequences[place] for place in full])
-            for place, sequence in zip(full, await self._client.open_many(len(full)), strict=True):
+            for place, sequence in zip(full, await self._open(len(full)), strict=True):
                 self._sequences[place] = sequence
         return [self._sequences[place] for place in places]
 
@@ -121,6 +128,10 @@ class BenchClient:
         return self._block[first : first + tokens]
 
     async def close(self) -> None:
-        """Close the sequences on the server."""
-        if self._sequences:
-            await self._client.close(self._sequences)
+        """Close the sequences on the server, those among them that are being opened."""
+        sequences = dict.fromkeys(self._sequences)
+        if self._opening is not None:
+            with suppress(DeltalineError):  # whoever opened them was told
+                sequences |= dict.fromkeys(await self._opening)
+        if sequences:
+            await self._client.close(list(sequences))

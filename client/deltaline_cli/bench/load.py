@@ -90,15 +90,22 @@ async def opened(
             yield Load(clients, notes, options, share, on_step)
         except BaseException:
             with suppress(DeltalineError, TimeoutError):  # the first error is the one to tell
-                async with asyncio.timeout(CLOSE_S):
-                    await _close(clients)
+                await _close(clients, CLOSE_S)
             raise
         await _close(clients)
 
 
-async def _close(clients: list[BenchClient]) -> None:
-    """Close the sequences of all clients at once. Raises the first DeltalineError."""
-    for result in await asyncio.gather(*(client.close() for client in clients), return_exceptions=True):
+async def _close(clients: list[BenchClient], within_s: float | None = None) -> None:
+    """Close the sequences of all clients at once, to the end also where the caller is cancelled meanwhile: it is where
+    another process has failed. Raises the first DeltalineError, TimeoutError."""
+    closes = asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
+    closing = asyncio.ensure_future(asyncio.wait_for(closes, within_s))
+    try:
+        results = await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        await closing
+        raise
+    for result in results:
         if result is not None:
             raise result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import re
@@ -13,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.running_sum import Fault
+from rigs.scheduler_rig import turns
+from rigs.until import until
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_cli.bench import command
+from deltaline_cli.bench.client import BenchClient
 from deltaline_cli.bench.command import measured
+from deltaline_cli.bench.load import Share, opened
 from deltaline_cli.bench.options import BenchOptions
 from deltaline_cli.bench.run import BenchError, receive
 from deltaline_cli.bench.samples import Samples, sample
@@ -117,6 +123,52 @@ def test_an_error_in_a_process_ends_the_run(server: Any, capsys: pytest.CaptureF
         server.refuse("Step", Reason.BUG)
     assert main(["bench", server.address, *DECODE, "--steps", "21", "--processes", "2"]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "deltaline: error: refused: BUG"
+
+
+async def test_what_is_being_opened_when_a_load_is_stopped_is_closed(server: Any) -> None:
+    """The other process has failed, and the server has taken the call but not answered it."""
+    may_open = threading.Event()
+    server.faults["OpenSequences"].append(Fault(before=may_open.wait))
+    loading = asyncio.ensure_future(load_until_stopped(server))
+    await until(lambda: server.requests["OpenSequences"])
+    loading.cancel()
+    await turns(3)
+    may_open.set()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    await until(lambda: server.opened)
+    assert server.streams == {}
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+async def test_a_load_that_is_stopped_while_it_closes_closes_all(
+    server: Any, has_failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one process is whose error, or end, comes right behind another's error."""
+    close, closing, may_close = BenchClient.close, asyncio.Event(), asyncio.Event()
+
+    async def close_later(client: BenchClient) -> None:
+        closing.set()
+        await may_close.wait()
+        await close(client)
+
+    monkeypatch.setattr(BenchClient, "close", close_later)
+    if has_failed:
+        server.refuse("Step", Reason.BUG)
+    loading = asyncio.ensure_future(load_until_stopped(server, lasts_s=0.0))
+    await closing.wait()
+    loading.cancel()
+    await turns(3)
+    may_close.set()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert len(server.opened) == 1 and server.streams == {}
+
+
+async def load_until_stopped(server: Any, lasts_s: float = 60.0) -> None:
+    """The load of a process that makes no step but the first ones."""
+    async with opened(server.address, BenchOptions(clients=1, rows=2), Share(0, 1), lambda _: None):
+        await asyncio.sleep(lasts_s)
 
 
 def test_a_process_that_dies_is_told() -> None:
