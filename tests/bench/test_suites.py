@@ -86,6 +86,10 @@ def pages(lengths: tuple[int, ...], **sizes: Any) -> Attention:
     return Attention(lengths, num_queries=4, num_keys=2, dim=32, page_size=16, dtype=FLOAT, **sizes)
 
 
+def latents(lengths: tuple[int, ...], **sizes: Any) -> Attention:
+    return replace(pages(lengths, **sizes), num_keys=1, dim=48, value_dim=32, scale=0.2)
+
+
 RULE, MIXER = gated_delta.RULE, gated_delta.MIXER
 HARD = Inputs(0.95, (1e-5, 1e-4), 4.0)
 DECODES, SSD_DECODES = delta(Mode.DECODE, (1,) * 6), ssd(Mode.DECODE, (1,) * 6)
@@ -135,6 +139,9 @@ SMALL: dict[str, tuple[Family[Any, Any], Any, set[str]]] = {
     "attention window": (attention.FAMILY, pages((200, 50), window=20, tokens=2), {"decode"}),
     "attention prefill": (attention.FAMILY, pages((96, 96), tokens=96), {"SDPA"}),
     "attention prefill behind": (attention.FAMILY, pages((96, 96), tokens=20), set()),
+    "attention latent": (attention.FAMILY, latents((1, 130, 65, 64)), set()),
+    "attention latent of one length": (attention.FAMILY, latents((96, 96)), {"SDPA"}),
+    "attention latent verify": (attention.FAMILY, latents((70, 70), tokens=3), set()),
     "attention plain": (attention.FAMILY, pages((96, 96), is_causal=False), {"SDPA"}),
 }
 BESIDE = {
