@@ -181,6 +181,21 @@ def test_verify_starts_from_some_but_not_all_drafts() -> None:
     assert torch.equal(batch.states, again.states) and torch.equal(batch.accepted, again.accepted)
 
 
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+def test_chunks_of_kdas_truth_are_its_tokens_one_by_one(lower_bound: float | None) -> None:
+    """Also where channels forget all that there was."""
+    shape = keyed(Mode.PREFILL, EVEN, num_key_heads=2, lower_bound=lower_bound)
+    batch = kda.FAMILY.batch(shape, "chunks", CPU)
+    qkv, a, b = batch.draw(3 * 45)
+    for width in (1, 30):
+        tokens = batch.read((qkv, a * width, b)).map(lambda x: x.unflatten(0, (3, 45)))
+        states = batch.states.double()
+        o, after = tokens.advance(states)
+        walked = tokens.walk(states)
+        torch.testing.assert_close(o.float(), walked["o"])
+        torch.testing.assert_close(after.float(), walked["token_states"][:, -1])
+
+
 @pytest.mark.parametrize(
     "name",
     ["gated_delta prefill", "gated_delta verify", "kda verify", "mamba1 verify", "mamba2 prefill", "mamba2 verify"],
