@@ -8,7 +8,14 @@ out, and the keys and values of one page a row; their time is that of a copy of 
 alone are torch's, one after the other in one graph, with weights of their own, which are gone before the model comes.
 Times are medians.
 
-    python bench/model.py 27b [--rows 1,16,64,256] [--tokens 8192] [--all-graphs] [--profile N]... [--output DIR]
+With --random-steps N nothing is measured by itself: a whole server of the same sizes starts in this process, kernels
+tested and all graphs captured, and a client makes N steps of it: prefills, decodes and verifies of random rows and
+lengths, with commits, and sequences that come and go. Every row must be answered, all outputs must be finite, and
+nothing may compile, be captured or be allocated on the device once the server is ready.
+
+    python bench/model.py 27b [--rows 1,16,64,256] [--tokens 8192] [--layers N] [--all-graphs] [--profile N]...
+                              [--output DIR]
+    python bench/model.py 27b --random-steps 1000 [--seed N] [--rows 64] [--tokens 2048] [--layers N]
 
 Exit status: 0 all bars met, or the device is none that they are for; 1 a bar missed.
 """
@@ -31,8 +38,12 @@ from deltaline_bench.device import name_device, provenance
 from deltaline_bench.model.figures import Decode, Prefill, Run, judge, write_plot, write_table
 from deltaline_bench.model.served import ServedModel
 from deltaline_bench.model.shapes import Shape
+from deltaline_bench.model.walk import walk
 from deltaline_bench.model.work import Work
 from deltaline_bench.plot import PlotUnavailable
+from deltaline_bench.service.random_steps import WrongAnswerError
+from deltaline_client import DeltalineError
+from deltaline_server.app import StartError
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import ConfigError
 from deltaline_server.log import Progress
@@ -66,7 +77,7 @@ def run(shape: Shape, rows: Sequence[int], tokens: int, *, all_graphs: bool, pro
     """
     config = ModelConfig.from_file(shape.config_path)
     dtype = getattr(torch, config.dtype or "float32")
-    work, has_gpu = Work(config, dtype.itemsize), torch.cuda.is_available()
+    work, has_gpu = Work(config, dtype.itemsize, shape.num_layers), torch.cuda.is_available()
     copy_bytes_per_s, products_ms = None, dict[int, float]()
     progress = Progress()
     if has_gpu:
@@ -135,12 +146,17 @@ def write_record(result: Run, verdicts: Sequence[str], folder: Path) -> None:
         print(f"model bench: {reason}", file=sys.stderr)
 
 
+def positive(text: str) -> int:
+    """A number of 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
+    return value
+
+
 def row_counts(text: str) -> list[int]:
     """Numbers of rows, separated by commas."""
-    counts = [int(part) for part in text.split(",")]
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {min(counts)}")
-    return counts
+    return [positive(part) for part in text.split(",")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,20 +169,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--rows", type=row_counts, default=[1, 16, 64, 256], help="rows of decodes (default 1,16,64,256)"
     )
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the prefill (default 8192)")
+    parser.add_argument("--layers", type=positive, metavar="N", help="the first N layers alone, without bars")
     text = "capture all graphs that a server of these sizes has, and judge the time until it is ready"
     parser.add_argument("--all-graphs", action="store_true", help=text)
     text = "print where the time of a decode of N rows goes, or of the prefill of N tokens, by kernel; needs a GPU"
     parser.add_argument("--profile", type=int, action="append", default=[], metavar="N", help=text)
     parser.add_argument("--output", type=Path, metavar="DIR", help="write JSON, table and plot into DIR")
+    text = (
+        "serve N random steps instead, of up to the most of --rows and with prefills of up to --tokens, and judge them"
+    )
+    parser.add_argument("--random-steps", type=positive, metavar="N", help=text)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random steps (default 0)")
     options = parser.parse_args(arguments)
+    if options.random_steps and (options.profile or options.output):
+        parser.error("--random-steps: expected neither --profile nor --output beside it")
     known = [*options.rows, options.tokens]
     if options.profile and not (set(options.profile) <= set(known) and torch.cuda.is_available()):
         parser.error(f"--profile: expected numbers among {known} and a GPU, got {options.profile}")
     with tempfile.TemporaryDirectory(prefix="deltaline-bench-") as folder:
         try:
-            shape = Shape.find(options.shape, Path(folder))
+            shape = Shape.find(options.shape, Path(folder), options.layers)
+            if options.random_steps:
+                steps = walk(shape, options.rows, options.tokens, options.random_steps, options.seed)
+                print(steps)
+                return int(not steps.is_steady)
             result = run(shape, options.rows, options.tokens, all_graphs=options.all_graphs, profiled=options.profile)
-        except (ConfigError, ModelError) as error:
+        except (ConfigError, ModelError, StartError, WrongAnswerError, DeltalineError) as error:
             print(f"model bench: error: {error}", file=sys.stderr)
             return 1
     return report(result, shape, options.output)

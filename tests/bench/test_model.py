@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import model
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rigs.small_models import JAMBA, KIMI, LFM2, MAMBA1
 
 from deltaline_bench.model.figures import Decode, Prefill, Run, judge, write_table
 from deltaline_bench.model.products import Products
 from deltaline_bench.model.profile import Launch, totals, write_profile
 from deltaline_bench.model.served import ServedModel
 from deltaline_bench.model.shapes import DENSE_27B, EXPERTS_35B, FP8, NAMED, Shape
+from deltaline_bench.model.walk import Steps
 from deltaline_bench.model.work import Work
+from deltaline_bench.service.random_steps import Walked, WrongAnswerError, check
+from deltaline_client import Row, RowOutcome, RowResult, StepResult
+from deltaline_server.engine.executor import CpuExecutor, DeviceCounts, Launched
 from deltaline_server.log import Progress
 from deltaline_server.models.config import ModelConfig
+from deltaline_server.step import StepBatch
 
 DENSE = DENSE_27B | {
     "dtype": "float32",
@@ -42,6 +50,15 @@ EXPERTS = DENSE | {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+
+
+class Info:
+    """Of a server's answer what outputs are like."""
+
+    def output_shape(self) -> tuple[int, ...]:
+        return (4,)
+
+
 RUN = Run(
     shape="27b",
     device="NVIDIA H200",
@@ -75,6 +92,36 @@ def test_the_work_of_27b_is_that_of_its_sizes() -> None:
     assert work.state_bytes() == state
     token = 16 * 2 * 4 * 256 * 2
     assert work.decode_bytes(3, 64) == work.weight_bytes(3) + 3 * (2 * state + 64 * token + 2 * 5120 * 2)
+
+
+def test_the_work_of_other_mixers_is_that_of_their_sizes() -> None:
+    """Of small layers, a state's bytes, a token's keys and the products of a token, each by hand."""
+
+    def of(config: dict[str, object]) -> tuple[int, int, int]:
+        work = Work(ModelConfig.from_mapping(config), itemsize=2)
+        return work.state_bytes(), work.token_kv_bytes(), work.flops(1) // 2
+
+    # KDA of 4 heads of 16: q, k, v, b and gates of rank 16. Latents of 24 and 8 behind, kept once, of which 8 heads'
+    # keys of 16 and values of 12 are made; 2 of 6 experts and a shared one.
+    linear = 64 * (3 * 64 + 4 + 2 * 16) + 2 * 16 * 64 + 64 * 64 + 3 * 96 * 64
+    latent = 64 * (8 * 24 + 32) + 24 * 8 * (16 + 12) + 8 * 12 * 64
+    assert of(KIMI) == (4 * 4 * 16 * 16 + 2 * 3 * 192, 2 * 32, linear + latent + 6 * 64 + 3 * 3 * 32 * 64)
+    # Two Mamba-1 layers of 128 channels with 16 states, time steps of rank 6; a convolution of the channels alone.
+    scan = 64 * 2 * 128 + 128 * (6 + 2 * 16) + 6 * 128 + 128 * 64
+    assert of(MAMBA1) == (2 * (4 * 128 * 16 + 2 * 3 * 128), 0, 2 * scan)
+    # The state of a short convolution of width 3 is two tokens; attention of 8 heads on 2 of 8 channels.
+    mixers = (64 * 3 * 64 + 64 * 64) + (64 * (8 + 2 * 2) * 8 + 64 * 64)
+    assert of(LFM2) == (2 * 2 * 64, 2 * 2 * 2 * 8, mixers + 2 * 3 * 96 * 64)
+    # Mamba-1 and attention; 2 of 6 experts, none of them shared.
+    mixers = scan + 64 * (8 + 2 * 2) * 8 + 64 * 64
+    assert of(JAMBA) == (4 * 128 * 16 + 2 * 3 * 128, 2 * 2 * 2 * 8, mixers + 3 * 32 * 64 + 6 * 64 + 2 * 3 * 32 * 64)
+
+
+def test_the_first_layers_alone_are_their_own_work() -> None:
+    config = ModelConfig.from_mapping(DENSE_27B)
+    whole, first, behind = (Work(config, 2, num_layers=count) for count in (None, 4, 8))
+    assert whole.flops(1) == 16 * first.flops(1) and whole.state_bytes() == 16 * first.state_bytes()
+    assert behind.weight_bytes(1) == 2 * first.weight_bytes(1)
 
 
 def test_weights_in_fp8_are_a_byte_and_their_blocks_scales() -> None:
@@ -169,10 +216,66 @@ def test_a_run_on_a_cpu_tells_and_keeps_its_figures(
     assert path.with_suffix(".txt").read_text(encoding="utf-8").strip() in printed
 
 
+@pytest.mark.parametrize("config", [DENSE, KIMI, JAMBA, LFM2], ids=["dense", "kimi", "jamba", "lfm2"])
+def test_random_steps_are_served_and_judged(
+    config: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(write(config, tmp_path)), "--random-steps", "40", "--rows", "6", "--tokens", "80", "--layers", "2"]
+    assert model.main([*arguments, "--seed", "1"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert "-2-layers, cpu: 40 random steps in " in line and line.endswith("met (bar: 0)")
+    counts = [int(count) for count in re.findall(r"(\d+) (?:prefills|decodes|verifies|commits|sequences closed)", line)]
+    assert len(counts) == 5 and min(counts) > 0
+    # The same seed is the same walk.
+    assert model.main([*arguments, "--seed", "1"]) == 0
+    again = re.search(r"finite: .* closed", capsys.readouterr().out)
+    assert again is not None and again[0] in line
+
+
+@pytest.mark.parametrize("grown", [1.0, None])
+def test_random_steps_miss_what_grew_or_nobody_tells(grown: float | None) -> None:
+    still: dict[str, float | None] = {"compilations": 0.0, "device allocations": 0.0}
+    walked = Walked(seconds=[0.001, 0.003])
+    assert Steps("27b", "cpu", 1.0, walked, still).is_steady
+    steps = Steps("27b", "cpu", 1.0, walked, still | {"graph captures": grown})
+    assert not steps.is_steady and str(steps).endswith("MISSED (bar: 0)")
+
+
+def test_what_compiles_once_a_server_is_ready_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted one: an executor that counts a compilation with every batch."""
+    compiled = 0
+    launch = CpuExecutor.launch
+
+    def launching(executor: CpuExecutor, batch: StepBatch) -> Launched:
+        nonlocal compiled
+        compiled += 1
+        return launch(executor, batch)
+
+    monkeypatch.setattr(CpuExecutor, "launch", launching)
+    monkeypatch.setattr(CpuExecutor, "counts", lambda _: DeviceCounts(compilations=compiled))
+    assert model.main([str(write(DENSE, tmp_path)), "--random-steps", "5", "--rows", "2", "--tokens", "64"]) == 1
+
+
+@pytest.mark.parametrize("wrong", ["not finite", "too short", "refused"])
+def test_an_answer_that_is_wrong_ends_random_steps(wrong: str) -> None:
+    info: Any = Info()
+    hidden = np.ones((3, 4), np.float32)
+    output = np.full((3, 4), np.nan if wrong == "not finite" else 1.0, np.float32)[: 2 if wrong == "too short" else 3]
+    outcome = RowOutcome.REFUSED if wrong == "refused" else RowOutcome.EXECUTED
+    sequence: Any = None
+    timing: Any = None
+    answer = StepResult([RowResult(sequence, outcome, output, 3, 3, None)], timing)
+    with pytest.raises(WrongAnswerError, match="row 0 of 3 tokens: expected to be applied, with finite outputs"):
+        check([Row.prefill(sequence, hidden)], answer, "all", info)
+    right = answer.rows[0]._replace(outcome=RowOutcome.EXECUTED, output=np.ones((3, 4), np.float32))
+    check([Row.prefill(sequence, hidden)], StepResult([right], timing), "all", info)
+
+
 def test_what_cant_be_measured_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert model.main([str(tmp_path / "missing.json")]) == 1
     assert "error: " in capsys.readouterr().err
-    for wrong in (["--rows", "0"], ["--rows", "x"], ["--profile", "3"]):
+    beside = ["--random-steps", "1", "--output", "x"]
+    for wrong in (["--rows", "0"], ["--rows", "x"], ["--profile", "3"], ["--random-steps", "0"], beside):
         with pytest.raises(SystemExit):
             model.main(["27b", *wrong])
 

@@ -86,6 +86,10 @@ def pages(lengths: tuple[int, ...], **sizes: Any) -> Attention:
     return Attention(lengths, num_queries=4, num_keys=2, dim=32, page_size=16, dtype=FLOAT, **sizes)
 
 
+def latents(lengths: tuple[int, ...], **sizes: Any) -> Attention:
+    return replace(pages(lengths, **sizes), num_keys=1, dim=48, value_dim=32, scale=0.2)
+
+
 RULE, MIXER = gated_delta.RULE, gated_delta.MIXER
 HARD = Inputs(0.95, (1e-5, 1e-4), 4.0)
 DECODES, SSD_DECODES = delta(Mode.DECODE, (1,) * 6), ssd(Mode.DECODE, (1,) * 6)
@@ -135,6 +139,9 @@ SMALL: dict[str, tuple[Family[Any, Any], Any, set[str]]] = {
     "attention window": (attention.FAMILY, pages((200, 50), window=20, tokens=2), {"decode"}),
     "attention prefill": (attention.FAMILY, pages((96, 96), tokens=96), {"SDPA"}),
     "attention prefill behind": (attention.FAMILY, pages((96, 96), tokens=20), set()),
+    "attention latent": (attention.FAMILY, latents((1, 130, 65, 64)), set()),
+    "attention latent of one length": (attention.FAMILY, latents((96, 96)), {"SDPA"}),
+    "attention latent verify": (attention.FAMILY, latents((70, 70), tokens=3), set()),
     "attention plain": (attention.FAMILY, pages((96, 96), is_causal=False), {"SDPA"}),
 }
 BESIDE = {
@@ -172,6 +179,21 @@ def test_verify_starts_from_some_but_not_all_drafts() -> None:
     assert set(batch.accepted.tolist()) == {1, 2, 3}
     again = RULE.batch(delta(Mode.VERIFY, THREES), "accepted", CPU)
     assert torch.equal(batch.states, again.states) and torch.equal(batch.accepted, again.accepted)
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+def test_chunks_of_kdas_truth_are_its_tokens_one_by_one(lower_bound: float | None) -> None:
+    """Also where channels forget all that there was."""
+    shape = keyed(Mode.PREFILL, EVEN, num_key_heads=2, lower_bound=lower_bound)
+    batch = kda.FAMILY.batch(shape, "chunks", CPU)
+    qkv, a, b = batch.draw(3 * 45)
+    for width in (1, 30):
+        tokens = batch.read((qkv, a * width, b)).map(lambda x: x.unflatten(0, (3, 45)))
+        states = batch.states.double()
+        o, after = tokens.advance(states)
+        walked = tokens.walk(states)
+        torch.testing.assert_close(o.float(), walked["o"])
+        torch.testing.assert_close(after.float(), walked["token_states"][:, -1])
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,13 @@ def test_attention(window: int | None, seen: int) -> None:
     assert shape.num_flops() == 4 * seen * 2 * 4 * 32
 
 
+def test_attention_to_latents() -> None:
+    """Of latents the values are not counted again, and outputs are as wide as these."""
+    shape = Attention((100, 7), 2, 4, 1, 48, value_dim=32)
+    assert shape.num_bytes() == (107 * 48 + 4 * 4 * (48 + 32)) * 2
+    assert shape.num_flops() == 2 * 107 * 2 * 4 * (48 + 32)
+
+
 def test_attention_of_a_prefill() -> None:
     """The last token of a row sees all of its keys, the first one 30 of 49."""
     shape = Attention((49, 49), 20, 4, 2, 32)

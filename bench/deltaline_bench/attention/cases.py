@@ -5,7 +5,7 @@ from __future__ import annotations
 from deltaline_bench.attention.batch import Batch
 from deltaline_bench.attention.shape import Shape
 from deltaline_bench.attention.sides import ours, peers
-from deltaline_bench.bar import at_least_peers, at_most_us, pair
+from deltaline_bench.bar import at_least_copy, at_least_peers, at_most_us, pair
 from deltaline_bench.case import Suite
 from deltaline_bench.family import Family, Row
 
@@ -22,6 +22,15 @@ def _prefill(name: str, shape: Shape) -> Row[Shape]:
     return Row(name, what, shape, *pair(at_least_peers, 1.0))
 
 
+def _latent(num_rows: int, length: int, tokens: int = 1, needed: float | None = None) -> Row[Shape]:
+    """Latent attention with the heads of Kimi-Linear: latents of 512 channels, 64 behind them, and the scale of a
+    head's own keys of 128 + 64. needed: the share of a copy, in per cent."""
+    scale = (128 + 64) ** -0.5
+    shape = Shape((length,) * num_rows, tokens, 32, 1, 512 + 64, value_dim=512, scale=scale)
+    name = f"latent-{'decode' if tokens == 1 else 'verify'}-{num_rows}x{length}"
+    return Row(name, f"{num_rows} rows of {tokens}, {length} latents each", shape, *pair(at_least_copy, needed))
+
+
 RAGGED = tuple(int(2 ** (i / 2)) for i in range(2, 34))
 # Bytes of the ragged rows at 4.38 TB/s, and a fifth more.
 RAGGED_US = Shape(RAGGED).num_bytes() / 4.38e6 * 1.2
@@ -36,6 +45,9 @@ ROWS = (
     _decode("decode-128x2048", Shape((2048,) * 128), 140, 132),
     _decode("decode-ragged", Shape(RAGGED), round(RAGGED_US, 1)),
     _decode("verify-32x8192", Shape((8192,) * 32, 5), None, 142),
+    _latent(32, 8192, needed=80),
+    _latent(64, 2048),
+    _latent(32, 8192, tokens=5),
     _prefill("prefill-1x8192-24-4", Shape((8192,), 8192, 24, 4)),
     _prefill("prefill-4096-behind-4096-24-4", Shape((8192,), 4096, 24, 4)),
     _prefill("prefill-1x8192-16-2", Shape((8192,), 8192)),

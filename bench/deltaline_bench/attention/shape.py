@@ -20,6 +20,9 @@ class Shape(batch.Shape):
         soft_cap: of the scores, or None.
         is_causal: whether there is a causal mask.
         window: keys that a query sees, or None for all.
+        value_dim: of latents: the values are the first value_dim channels of the keys. None: they have pages of their
+            own.
+        scale: of the products of queries and keys; None: dim ** -0.5.
     """
 
     lengths: tuple[int, ...]
@@ -31,6 +34,8 @@ class Shape(batch.Shape):
     soft_cap: float | None = None
     is_causal: bool = True
     window: int | None = None
+    value_dim: int | None = None
+    scale: float | None = None
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -40,6 +45,16 @@ class Shape(batch.Shape):
     @property
     def num_tokens(self) -> int:
         return self.num_rows * self.tokens
+
+    @property
+    def out_dim(self) -> int:
+        """Channels of a value, and of an output."""
+        return self.dim if self.value_dim is None else self.value_dim
+
+    @property
+    def kept_dim(self) -> int:
+        """Channels that a head keeps of a token: those of its key and, where they are not among them, of its value."""
+        return 2 * self.dim if self.value_dim is None else self.dim
 
     @property
     def is_ragged(self) -> bool:
@@ -57,18 +72,19 @@ class Shape(batch.Shape):
         modifiers += ["causal"] if self.is_causal else []
         modifiers += [f"window {self.window}"] if self.window is not None else []
         lengths = f"{min(self.lengths)}..{max(self.lengths)}" if self.is_ragged else str(self.lengths[0])
+        values = "" if self.value_dim is None else f", values their first {self.value_dim}"
         return {
             "rows": f"{self.num_rows} of {self.tokens}",
             "keys": lengths,
-            "heads": f"{self.num_queries}/{self.num_keys} of {self.dim}",
+            "heads": f"{self.num_queries}/{self.num_keys} of {self.dim}{values}",
             "page": str(self.page_size),
             "modifiers": ", ".join(modifiers) or "none",
         }
 
     def num_bytes(self) -> int:
         """Count once each key and value that is seen, the queries and the outputs."""
-        values = 2 * self.num_seen * self.num_keys + 2 * self.num_tokens * self.num_queries
-        return values * self.dim * self.dtype.itemsize
+        kept = self.num_seen * self.num_keys * self.kept_dim
+        return (kept + self.num_tokens * self.num_queries * (self.dim + self.out_dim)) * self.dtype.itemsize
 
     @property
     def max_short(self) -> int:
@@ -80,4 +96,4 @@ class Shape(batch.Shape):
         pairs = self.num_seen * self.tokens
         if self.is_causal and self.tokens > self.max_short:
             pairs -= self.num_tokens * (self.tokens - 1) // 2
-        return 4 * pairs * self.num_queries * self.dim
+        return 2 * pairs * self.num_queries * (self.dim + self.out_dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,12 @@ def _modifiers_of(batch: Batch) -> Modifiers | None:
 
 def _ours(batch: Batch) -> Side:
     pages = batch.k_pages, batch.v_pages, batch.page_table
-    call = partial(flex_decode, batch.q, *pages, _rows_of(batch), modifiers=_modifiers_of(batch))
+    told: dict[str, Any] = {
+        "modifiers": _modifiers_of(batch),
+        "scale": batch.shape.scale,
+        "value_dim": batch.shape.value_dim,
+    }
+    call = partial(flex_decode, batch.q, *pages, _rows_of(batch), **told)
     return Side(call, lambda o: {"o": o}, lambda: None)
 
 
@@ -57,15 +63,17 @@ def _compat(batch: Batch) -> Side:
     """Make the call with dense keys of equal length.
 
     Raises:
-        NotApplicable: ragged rows, a window, or several tokens that see each other causally.
+        NotApplicable: ragged rows, a window, latents, or several tokens that see each other causally.
     """
     shape = batch.shape
     if shape.is_ragged or shape.window is not None:
         raise NotApplicable("no lengths and no positions")
+    if shape.value_dim is not None:
+        raise NotApplicable("values are no channels of the keys")
     if shape.is_causal and shape.tokens > 1:
         raise NotApplicable("queries count from 0")
     cap = None if shape.soft_cap is None else find_modifier("soft_cap")(shape.soft_cap)
-    call = partial(flex_decoding, *batch.dense(), score_mod=cap)
+    call = partial(flex_decoding, *batch.dense(), score_mod=cap, scale=shape.scale)
     return Side(call, lambda o: {"o": _packed(o)}, lambda: None)
 
 
@@ -84,7 +92,7 @@ def _sdpa(batch: Batch) -> Side:
     q, k, v = batch.dense()
 
     attend = torch.nn.functional.scaled_dot_product_attention
-    call = partial(attend, q, k, v, is_causal=is_causal, enable_gqa=True)
+    call = partial(attend, q, k, v, is_causal=is_causal, scale=shape.scale, enable_gqa=True)
     return Side(call, lambda o: {"o": _packed(o)}, lambda: None)
 
 
@@ -108,7 +116,8 @@ def _flex(batch: Batch) -> Side:
         block_mask = create_block_mask(mask, shape.num_rows, None, shape.tokens, k.shape[2], device=str(batch.device))
     compiled = torch.compile(flex_attention, dynamic=False)
     score_mod = None if shape.soft_cap is None else score
-    call = partial(compiled, q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+    told: dict[str, Any] = {"score_mod": score_mod, "block_mask": block_mask, "scale": shape.scale, "enable_gqa": True}
+    call = partial(compiled, q, k, v, **told)
     return Side(call, lambda o: {"o": _packed(o)}, lambda: None)
 
 

@@ -1,4 +1,4 @@
-"""The cases of KDA with their bars. The figures are for an H200; none is measured yet."""
+"""The cases of KDA with their bars. The figures are for an H200."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deltaline_bench.bar import at_least_peers, at_most_us, pair
+from deltaline_bench.bar import Bar, at_least_copy, at_least_peers, at_most_us, pair
 from deltaline_bench.case import Suite
 from deltaline_bench.family import Family, Row
 from deltaline_bench.kda.batch import Batch
@@ -23,11 +23,13 @@ def _prefill(name: str, what: str, lengths: Sequence[int], num_heads: int, neede
     return Row(f"prefill-{name}", f"{num_heads} heads, {what}", shape, *pair(at_most_us, needed, aim))
 
 
-def _decoding(num_rows: int, state: torch.dtype = torch.float32) -> Row[Shape]:
+def _decoding(num_rows: int, state: torch.dtype = torch.float32, needed: tuple[Bar, ...] = ()) -> Row[Shape]:
+    """needed: besides the peers' bar."""
     suffix = "" if state is torch.float32 else "-bf16-state"
     shape = Shape(Mode.DECODE, (1,) * num_rows, 32, 32, state=state, lower_bound=None)
     what = f"{num_rows} rows of 1 token, lines scattered, softplus for a gate"
-    return Row(f"decode-{num_rows}{suffix}", what, shape, *pair(at_least_peers, 1.0, 1.1))
+    bar, aim = pair(at_least_peers, 1.0, 1.1)
+    return Row(f"decode-{num_rows}{suffix}", what, shape, (*bar, *needed), aim)
 
 
 ROWS = (
@@ -37,7 +39,7 @@ ROWS = (
     _prefill("1x65536-h4", "1 row of 65536", [65536], 4, 966, 850),
     _decoding(1),
     _decoding(16),
-    _decoding(64),
+    _decoding(64, needed=(at_least_copy(88),)),
     _decoding(256),
     _decoding(64, torch.bfloat16),
 )
@@ -45,8 +47,8 @@ VERIFY = Row(
     "verify-64",
     "64 rows of 1 + 4 after 1 to 5 accepted drafts; bars in the speed of a decode of 64 rows",
     Shape(Mode.VERIFY, (5,) * 64, 32, 32, lower_bound=None),
-    # At most 2 times the decode; the aim 1.4.
-    *pair(at_least_peers, 0.5, 0.715),
+    # At most 1.45 times the decode; the aim 1.4.
+    *pair(at_least_peers, 0.69, 0.715),
     beside=("kda, decode", Shape(Mode.DECODE, (1,) * 64, 32, 32, lower_bound=None)),
 )
 SUITE = Suite("kda", FAMILY.cases([*ROWS, VERIFY]))

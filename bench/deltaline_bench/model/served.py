@@ -51,16 +51,7 @@ class ServedModel:
         progress: told what a server's is. all_graphs: capture all graphs that a server has, not only those that are
         measured.
         """
-        config = Config(
-            model=str(shape.path) if shape.is_checkpoint else None,
-            random_init=None if shape.is_checkpoint else str(shape.path),
-            max_sequences=max(rows),
-            snapshot_lines=0,
-            batch_rows=max(rows),
-            chunk_tokens=tokens,
-            max_context=tokens,
-            metrics_port=-1,
-        )
+        config = server_config(shape, rows, tokens)
         progress.begin("weights")
         model = load_model(model_options(config), progress.report)
         options = state_options(config)
@@ -117,6 +108,21 @@ class ServedModel:
         places = np.concatenate([np.arange(count) for count in counts])
         new_pages = np.stack((np.repeat(lines, counts), places, np.arange(1, len(places) + 1))).astype(np.int32)
         return replace(batch, new_pages=new_pages)
+
+
+def server_config(shape: Shape, rows: Sequence[int], tokens: int) -> Config:
+    """The configuration of a server of a model for batches of up to so many rows, and of so many tokens."""
+    return Config(
+        model=str(shape.path) if shape.is_checkpoint else None,
+        random_init=None if shape.is_checkpoint else str(shape.path),
+        layers=None if shape.num_layers is None else f"0:{shape.num_layers}",
+        max_sequences=max(rows),
+        snapshot_lines=0,
+        batch_rows=max(rows),
+        chunk_tokens=tokens,
+        max_context=tokens,
+        metrics_port=-1,
+    )
 
 
 def _few_graphs(model: Model, pool: StatePool, limits: Limits, rows: Sequence[int], tokens: int) -> Executor:

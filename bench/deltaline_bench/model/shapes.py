@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,22 +99,32 @@ NAMED: Mapping[str, tuple[dict[str, Any], Bars]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What is measured: a model directory, or a config.json whose weights are drawn."""
+    """What is measured: a model directory, or a config.json whose weights are drawn. num_layers: the first ones, that
+    are measured; None for all."""
 
     name: str
     path: Path
     bars: Bars = field(default_factory=Bars)
+    num_layers: int | None = None
 
     @classmethod
-    def find(cls, given: str, folder: Path) -> Shape:
-        """The shape of a name, a config.json or a model directory. folder: where a named one's config is written."""
+    def find(cls, given: str, folder: Path, num_layers: int | None = None) -> Shape:
+        """The shape of a name, a config.json or a model directory, or of its first layers, which have no bars.
+
+        folder: where a named one's config is written.
+        """
         if given in NAMED:
             config, bars = NAMED[given]
             path = folder / "config.json"
             path.write_text(json.dumps(config), encoding="utf-8")
-            return cls(given, path, bars)
-        path = Path(given)
-        return cls(path.name if path.is_dir() else path.parent.name or path.stem, path)
+            shape = cls(given, path, bars)
+        else:
+            path = Path(given)
+            is_named_so = path.name == "config.json" and path.parent.name
+            shape = cls(path.parent.name if is_named_so else path.name if path.is_dir() else path.stem, path)
+        if num_layers is None:
+            return shape
+        return replace(shape, name=f"{shape.name}-{num_layers}-layers", bars=Bars(), num_layers=num_layers)
 
     @property
     def is_checkpoint(self) -> bool:

@@ -31,15 +31,17 @@ class LayerWork:
 @dataclass(frozen=True)
 class Work:
     """What the layers of a model must do. itemsize: bytes of a weight that is not in FP8 and of a hidden state's
-    value."""
+    value. num_layers: the first ones; None for all."""
 
     config: ModelConfig
     itemsize: int
+    num_layers: int | None = None
 
     @property
     def kinds(self) -> list[LayerKind]:
         """The kinds of its layers."""
-        return list(layer_kinds(self.config, range(len(self.config.layers)), Scope.BLOCK).values())
+        layers = range(len(self.config.layers))[: self.num_layers]
+        return list(layer_kinds(self.config, layers, Scope.BLOCK).values())
 
     def layers(self) -> Iterator[LayerWork]:
         """The products of each layer."""
@@ -54,7 +56,7 @@ class Work:
             if experts is not None:
                 hidden, shared = config.hidden_size, experts.shared_size
                 gates = experts.num_experts + experts.has_shared_gate
-                dense += [(gates, hidden), (2 * shared, hidden), (hidden, shared)]
+                dense += [(gates, hidden), *([(2 * shared, hidden), (hidden, shared)] if shared else [])]
             yield LayerWork(tuple(dense), experts)
 
     def weight_bytes(self, tokens: int) -> int:

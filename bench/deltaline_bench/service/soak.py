@@ -45,7 +45,7 @@ def judge(size: Size, rows: int, resident: list[int], device: list[float | None]
         Figure(PART, "resident memory, growth", swing(resident), "", "process", flat, f"{len(resident)} looks"),
     ]
     if len(known) < len(device):
-        note = memory.missing("gauge deltaline_device_*bytes")
+        note = memory.missing(memory.DEVICE_BYTES)
         return [*figures, Figure(PART, "device memory, growth", None, "", "metrics", flat, note)]
     return [*figures, Figure(PART, "device memory, growth", swing(known), "", "metrics", flat)]
 

@@ -34,6 +34,16 @@ def test_a_rank_that_is_not_said_is_a_16th_of_the_hidden_size(hidden: int, rank:
     assert shape.value_channels == 2 * hidden and shape.value_dim == (16 if hidden == 64 else 2)
 
 
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba"])
+def test_channels_that_are_said_count_alone(model_type: str) -> None:
+    """Falcon-Mamba's config says to expand 4,096 channels 16 times, and has 8,192: as of transformers these count."""
+    raw = MAMBA1 | {"model_type": model_type, "expand": 16, "intermediate_size": 96}
+    shape = ModelConfig.from_mapping(raw).shapes[MixerKind.MAMBA1]
+    assert isinstance(shape, Mamba1Shape) and shape.value_channels == 96
+    with pytest.raises(ModelError, match="intermediate_size: expected"):
+        ModelConfig.from_mapping(raw | {"intermediate_size": 0})
+
+
 def test_falcon_mamba_has_norms_without_weights() -> None:
     shape = ModelConfig.from_mapping(MAMBA1 | {"model_type": "falcon_mamba"}).shapes[MixerKind.MAMBA1]
     assert isinstance(shape, Mamba1Shape) and (shape.norm_eps, shape.has_norm_weights) == (1e-6, False)

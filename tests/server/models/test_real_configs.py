@@ -18,9 +18,14 @@ CONFIGS = Path(__file__).with_name("configs")
 # each of 13 uses of 2 blocks has its own. FalconH1Config's defaults are no model's.
 BILLIONS = {
     "bamba-9b": 9.8,
+    "falcon-mamba-7b": 7.27,
     "glm-5.3-flash": 313.3,
     "granite-4.0-h-small": 32.2,
+    "jamba-v0.1": 51.6,
     "kimi-linear-48b-a3b": 49.1,
+    "lfm2-1.2b": 1.17,
+    "lfm2-8b-a1b": 8.34,
+    "mamba-2.8b": 2.77,
     "mamba-codestral-7b": 7.3,
     "nemotron-3-nano-30b-a3b": 31.6,
     "nemotron-3-nano-4b": 3.97,

@@ -21,6 +21,7 @@ _MAMBA1_KEYS = Mamba1Keys(
     step_rank="time_step_rank",
     conv_bias="use_conv_bias",
     bias="use_bias",
+    channels="intermediate_size",
 )
 _MAMBA1 = Family(
     layers=mamba1_layers,

@@ -14,8 +14,9 @@ from deltaline_server.models.parts import MAX_HEADS, MAX_SIZE
 class Mamba1Keys:
     """Mamba-1 mixers: the keys of their sizes.
 
-    name: what stands before the names of a mixer's tensors. norm_eps: the key of the constant of the norms of time
-    steps, B and C, None where there are none; has_norm_weights: whether these have weights.
+    channels: the key of their channels, None where these are always `expand` times the hidden size; where a config has
+    it, it counts alone. name: what stands before the names of a mixer's tensors. norm_eps: the key of the constant of
+    the norms of time steps, B and C, None where there are none; has_norm_weights: whether these have weights.
     """
 
     state: str
@@ -24,6 +25,7 @@ class Mamba1Keys:
     step_rank: str
     conv_bias: str
     bias: str
+    channels: str | None = None
     name: str = "mixer."
     norm_eps: str | None = None
     has_norm_weights: bool = False
@@ -31,9 +33,12 @@ class Mamba1Keys:
     def read(self, config: ConfigReader) -> Mamba1Shape:
         """Read their sizes and constants. Raises ModelError naming the key."""
         hidden = config.integer("hidden_size", 1, MAX_SIZE)
-        channels = config.integer(self.expand, 1, MAX_HEADS, default=2) * hidden
-        if channels > MAX_SIZE:
-            raise config.fail(self.expand, f"at most {MAX_SIZE} channels of {hidden} times it")
+        if self.channels is not None and config.get(self.channels) is not None:
+            channels = config.integer(self.channels, 1, MAX_SIZE)
+        else:
+            channels = config.integer(self.expand, 1, MAX_HEADS, default=2) * hidden
+            if channels > MAX_SIZE:
+                raise config.fail(self.expand, f"at most {MAX_SIZE} channels of {hidden} times it")
         rank = -(-hidden // 16)
         if config.get(self.step_rank) not in (None, "auto"):
             rank = config.integer(self.step_rank, 1, MAX_SIZE)
