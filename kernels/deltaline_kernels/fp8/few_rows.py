@@ -1,8 +1,8 @@
 """Products of few tokens with FP8 weights in Triton: words of the weight become 16-bit operands in registers.
 
-The weight is the left operand, so that it needs no way through shared memory behind that; a block's sum meets its scale,
-and joins the others in fp32. Where there are few outputs, parts of the inputs have programs of their own, and a second
-launch adds up their sums, always in the same order.
+The weight is the left operand, which may come from registers; a block's sum meets its scale and joins the others in
+fp32. Parts of the inputs have programs of their own, which hide each other's waits, and a
+second launch adds up their sums, always in the same order.
 """
 
 import torch
@@ -97,7 +97,7 @@ def add_parts_kernel(
 def multiply_few_rows(x: Tensor, weight: Tensor, scales: Tensor, out: Tensor, plan: FewRows) -> None:
     """Write out `[T, N]` of 16-bit tokens; arguments are validated by `multiply_fp8`."""
     (num_tokens, inputs), outputs = x.shape, len(weight)
-    parts, overlap = plan.cut(outputs, inputs), can_overlap(x)
+    parts, overlap = min(plan.parts, cdiv(inputs, FP8_BLOCK)), can_overlap(x)
     sums = out
     if parts > 1:
         sums = torch.empty(parts * num_tokens, outputs, dtype=torch.float32, device=x.device)

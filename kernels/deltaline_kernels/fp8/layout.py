@@ -1,7 +1,7 @@
 """How weights in FP8 lie in memory: in words of four values, so that kernels read words and find inputs in a row.
 
-Word i of a row's block of 128 inputs holds inputs i, i + 32, i + 64 and i + 96, the first in its lowest byte: byte j of a
-block's words are 32 inputs in a row, as the tokens have them.
+Word i of a row's block of 128 inputs holds inputs i, i + 32, i + 64 and i + 96, the first in its lowest byte: byte j of
+a block's words are 32 inputs in a row, as the tokens have them.
 """
 
 import torch

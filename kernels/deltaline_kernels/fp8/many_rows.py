@@ -1,4 +1,4 @@
-"""Products of many tokens with FP8 weights: what the weight stands for is written out, and the library multiplies it."""
+"""Products of many tokens with FP8 weights: what a weight stands for is written out, and the library multiplies it."""
 
 import torch
 import triton
@@ -18,9 +18,7 @@ OUTPUTS = 64
 
 
 @triton.jit
-def write_out_kernel(
-    weight, scales, meant, N, K: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr
-):
+def write_out_kernel(weight, scales, meant, N, K: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr):
     """Write OUTPUTS rows of one block of inputs to meant `[N, K]`: values times their scale, rounded."""
     COLUMNS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     i_out, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS

@@ -1,7 +1,7 @@
 """The product of one token with an FP8 weight in Triton: no tensor cores, as reading the weight takes longer.
 
 A program's threads each sum up inputs of their own, in fp32, and add up their sums at the end. A launch may begin while
-the one before it runs, and reads its first weights then.
+the one before it runs.
 """
 
 import triton
@@ -37,6 +37,7 @@ def one_row_kernel(
     AT_ONCE: tl.constexpr = BLOCKS * BLOCK
     if OVERLAP:
         gdc_launch_dependents()
+        gdc_wait()
     part = tl.program_id(0)
     o_n = part * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
     o_b = tl.arange(0, AT_ONCE)
@@ -47,13 +48,8 @@ def one_row_kernel(
     # Outputs of a program are of one block.
     p_scales = scales + part * OUTPUTS // BLOCK * COLUMNS
     sums = tl.zeros((OUTPUTS, AT_ONCE), tl.float32)
-    waiting = tl.load(p_w, mask=in_n & below(o_b, COLUMNS * BLOCK, AT_ONCE)[None, :], other=0.0)
-    if OVERLAP:
-        gdc_wait()
     for i in range(0, COLUMNS * BLOCK, AT_ONCE):
-        b_w = waiting
-        behind = i + AT_ONCE + o_b
-        waiting = tl.load(p_w + (i + AT_ONCE), mask=in_n & (behind < COLUMNS * BLOCK)[None, :], other=0.0)
+        b_w = tl.load(p_w + i, mask=in_n & below(i + o_b, COLUMNS * BLOCK, AT_ONCE)[None, :], other=0.0)
         b_x = tl.load(x + i + o_k, mask=below(i + o_k, K, AT_ONCE), other=0.0).to(tl.float32)
         b_x *= tl.load(p_scales + (i + o_b) // BLOCK, mask=below(i + o_b, COLUMNS * BLOCK, AT_ONCE), other=0.0)
         sums += b_w.to(tl.float32) * b_x[None, :]

@@ -10,12 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from deltaline_kernels.checks import FP8_BLOCK
-from deltaline_kernels.device.sizes import cdiv
-
-# Programs that give each multiprocessor of a Hopper GPU one.
-PROGRAMS = 132
-
 
 @dataclass(frozen=True)
 class OneRow:
@@ -28,20 +22,13 @@ class OneRow:
 
 @dataclass(frozen=True)
 class FewRows:
-    """Programs of `tokens` tokens and `outputs` outputs. Each of at most `parts` parts of the inputs has programs of
-    its own where the outputs alone are too few programs; what they leave is added up.
-    """
+    """Programs of `tokens` tokens and `outputs` outputs; each of `parts` parts of the inputs has its own."""
 
     tokens: int
     outputs: int
     parts: int
     warps: int
     stages: int
-
-    def cut(self, outputs: int, inputs: int) -> int:
-        """Return in how many parts the inputs of a weight are cut: as many as fill the GPU twice."""
-        wanted = 2 * PROGRAMS // cdiv(outputs, self.outputs)
-        return max(1, min(self.parts, wanted, cdiv(inputs, FP8_BLOCK)))
 
 
 @dataclass(frozen=True)
@@ -66,7 +53,7 @@ BUCKETS = (
     Bucket(1, OneRow(8, 4, warps=4)),
     Bucket(16, FewRows(16, 64, 4, warps=4, stages=4)),
     Bucket(32, FewRows(32, 64, 4, warps=4, stages=4)),
-    Bucket(192, FewRows(64, 64, 4, warps=4, stages=4)),
+    Bucket(128, FewRows(64, 128, 4, warps=4, stages=3)),
 )
 MANY = ManyRows(1 << 26)
 

@@ -41,7 +41,7 @@ def compile_product(
     return ptx
 
 
-@pytest.mark.parametrize("num_tokens", [2, 17, 64, 192])
+@pytest.mark.parametrize("num_tokens", [2, 17, 64, 128])
 def test_products_are_waited_for(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
     """An assembler gives away registers that an asynchronous product still reads, unless it is over by then."""
     ptx = compile_product(monkeypatch, num_tokens)
