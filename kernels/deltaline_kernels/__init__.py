@@ -23,7 +23,7 @@ from deltaline_kernels.checks import (
     MIN_CONV_WIDTH,
 )
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
-from deltaline_kernels.fp8 import can_multiply_fp8, multiply_fp8, multiply_fp8_reference
+from deltaline_kernels.fp8 import can_multiply_fp8, multiply_fp8, multiply_fp8_reference, pack_fp8
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
 from deltaline_kernels.kda import kda, kda_reference
 from deltaline_kernels.lora import (
@@ -127,6 +127,7 @@ __all__ = [
     "multiply_fp8",
     "multiply_fp8_reference",
     "or_masks",
+    "pack_fp8",
     "prepare_gates",
     "rms_norm",
     "rms_norm_reference",

@@ -27,7 +27,7 @@ from deltaline_kernels.operators import OPERATORS
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 
 # Those that compute nothing of tokens.
-OTHERS = {"and_masks", "can_multiply_fp8", "find_modifier", "or_masks", "prepare_gates", "run_selftest"}
+OTHERS = {"and_masks", "can_multiply_fp8", "find_modifier", "or_masks", "pack_fp8", "prepare_gates", "run_selftest"}
 # Arguments that lie on the host beside tensors of a GPU.
 ON_HOST = {"no_lora_flag_cpu", "num_active_loras"}
 # What torch checks; the first compares arguments before and after in a way that it has not for FP8.

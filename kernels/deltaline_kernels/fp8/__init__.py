@@ -5,15 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import ACTIVATIONS, FP8, FP8_BLOCK, check_tensor
+from deltaline_kernels.checks import ACTIVATIONS, FP8_BLOCK, check_tensor
 from deltaline_kernels.fp8.cpu import multiply_fp8_cpu
+from deltaline_kernels.fp8.layout import WORDS, pack_fp8
 from deltaline_kernels.fp8.reference import multiply_fp8_reference
 from deltaline_kernels.operators import operator
 
 # Of a GPU, from which on Triton knows e4m3.
 LEAST_CAPABILITY = (8, 9)
 
-__all__ = ["can_multiply_fp8", "multiply_fp8", "multiply_fp8_reference"]
+__all__ = ["can_multiply_fp8", "multiply_fp8", "multiply_fp8_reference", "pack_fp8"]
 
 
 def can_multiply_fp8(device: torch.device) -> bool:
@@ -31,13 +32,14 @@ def multiply_fp8(x: Tensor, weight: Tensor, scales: Tensor, out: Tensor) -> None
 
         out[t, n] = sum over k of x[t, k] scales[n // 128, k // 128] weight[n, k]
 
-    Nothing is rounded but the result: x is multiplied as it is, with the weight's values, which 16 bits hold exactly;
-    sums are fp32, and a block's sum meets its scale in fp32. Does not wait for the device.
+    x is multiplied as it is, with the weight's values, which 16 bits hold exactly; sums are fp32, and values or their
+    sums meet their scale in fp32. Of many 16-bit tokens on a GPU (fp8/plan.py says from how many on) values times their
+    scales are rounded to x.dtype first. Does not wait for the device.
 
     Args:
         x: `[T, K]` fp32, bf16 or fp16, a row stride is fine. T may be 0.
-        weight: `[N, K]` e4m3 (float8_e4m3fn), contiguous. scales: `[ceil(N / 128), ceil(K / 128)]` fp32, contiguous;
-            those of a weight with one scale are all the same.
+        weight: `[N, K]` e4m3 (float8_e4m3fn) as `pack_fp8` lays it out: `[N, 32 * ceil(K / 128)]` int32, contiguous.
+        scales: `[ceil(N / 128), ceil(K / 128)]` fp32, contiguous; those of a weight with one scale are all the same.
         out: `[T, N]` in x.dtype, a row stride is fine. Written. Must not overlap the others.
 
     Raises:
@@ -45,12 +47,12 @@ def multiply_fp8(x: Tensor, weight: Tensor, scales: Tensor, out: Tensor) -> None
     """
     check_tensor("x", x, (None, None), ACTIVATIONS, None, row_stride=True)
     device, (num_tokens, inputs) = x.device, x.shape
-    check_tensor("weight", weight, (None, inputs), (FP8,), device)
+    blocks = -(-inputs // FP8_BLOCK)
+    check_tensor("weight", weight, (None, blocks * WORDS), (torch.int32,), device)
     outputs = weight.shape[0]
     if inputs < 1 or outputs < 1:
-        raise ValueError(f"weight: expected shape [N, K], none of them 0, got {list(weight.shape)}")
-    grid = -(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK)
-    check_tensor("scales", scales, grid, (torch.float32,), device)
+        raise ValueError(f"weight: expected a packed [N, K], none of them 0, got {[outputs, inputs]}")
+    check_tensor("scales", scales, (-(-outputs // FP8_BLOCK), blocks), (torch.float32,), device)
     check_tensor("out", out, (num_tokens, outputs), (x.dtype,), device, row_stride=True)
     if num_tokens == 0:
         return
@@ -58,6 +60,6 @@ def multiply_fp8(x: Tensor, weight: Tensor, scales: Tensor, out: Tensor) -> None
         multiply_fp8_cpu(x, weight, scales, out)
     else:
         # Imported here: only this path needs triton, which is installed on Linux alone.
-        from deltaline_kernels.fp8.kernel import multiply_fp8_triton
+        from deltaline_kernels.fp8.launch import multiply_fp8_triton
 
         multiply_fp8_triton(x, weight, scales, out)

@@ -1,4 +1,4 @@
-"""How products with FP8 weights are cut into programs.
+"""How products with FP8 weights are computed: which of three ways, and how it is cut into programs.
 
 A plan follows from the bucket of the number of tokens, the sizes and the dtype, never from contents: within a bucket
 the order of every sum is the same.
@@ -6,36 +6,39 @@ the order of every sum is the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from deltaline_kernels.checks import FP8_BLOCK
-from deltaline_kernels.device.sizes import cdiv
 
-ANY = 1 << 62
-# Programs that give each multiprocessor of a Hopper GPU one.
-PROGRAMS = 132
-# Outputs of a program, at least.
-LEAST_OUTPUTS = 16
+@dataclass(frozen=True)
+class OneRow:
+    """Programs of `outputs` outputs that read `blocks` blocks of inputs at a time, for one token."""
+
+    outputs: int
+    blocks: int
+    warps: int
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Programs of `tokens` tokens and `outputs` outputs.
-
-    Args:
-        ways: blocks of inputs whose sums are apart until the end, so that as many warps share a product of few tokens.
-        inputs: of a way at a time, a divisor of a block.
-        stages: times ways * inputs of them are on their way.
-    """
+class FewRows:
+    """Programs of `tokens` tokens and `outputs` outputs; each of `parts` parts of the inputs has its own."""
 
     tokens: int
     outputs: int
-    ways: int
-    inputs: int
+    parts: int
     warps: int
     stages: int
+
+
+@dataclass(frozen=True)
+class ManyRows:
+    """The weight times its scales is written out, at most `values` of it at a time, and multiplied by the library."""
+
+    values: int
+
+
+Plan = OneRow | FewRows | ManyRows
 
 
 @dataclass(frozen=True)
@@ -46,25 +49,17 @@ class Bucket:
     plan: Plan
 
 
-# Not measured yet. What a few tokens take is to read the weight: about 32 KB of it are on their way in a program.
-# Products of 64 or more tokens are asynchronous ones, whose operands come from shared memory.
 BUCKETS = (
-    Bucket(16, Plan(16, 32, 4, 128, warps=4, stages=3)),
-    Bucket(32, Plan(32, 32, 2, 128, warps=4, stages=4)),
-    Bucket(64, Plan(64, 64, 1, 128, warps=4, stages=4)),
-    Bucket(256, Plan(64, 128, 1, 128, warps=4, stages=3)),
-    Bucket(ANY, Plan(128, 128, 1, 128, warps=8, stages=3)),
+    Bucket(1, OneRow(8, 4, warps=4)),
+    Bucket(16, FewRows(16, 64, 4, warps=4, stages=4)),
+    Bucket(32, FewRows(32, 64, 4, warps=4, stages=4)),
+    Bucket(128, FewRows(64, 128, 4, warps=4, stages=3)),
 )
-# Products of fp32 are computed without tensor cores, and their operands are twice as large.
-EXACT = Plan(16, 32, 1, 32, warps=4, stages=2)
+MANY = ManyRows(1 << 26)
 
 
-def choose_plan(num_tokens: int, outputs: int, dtype: torch.dtype) -> Plan:
-    """Return the plan of a batch. So few outputs that they don't fill the GPU are cut smaller, which changes no sum."""
+def choose_plan(num_tokens: int, dtype: torch.dtype) -> Plan:
+    """Return the plan of a batch. Tensor cores know no fp32."""
     if dtype == torch.float32:
-        return EXACT
-    plan = next(bucket.plan for bucket in BUCKETS if num_tokens <= bucket.tokens)
-    while plan.tokens < 64 and plan.outputs > LEAST_OUTPUTS and cdiv(outputs, plan.outputs) < PROGRAMS:
-        plan = replace(plan, outputs=plan.outputs // 2)
-    assert FP8_BLOCK % plan.outputs == 0 and FP8_BLOCK % plan.inputs == 0  # so that a program's block has one scale
-    return plan
+        return MANY
+    return next((bucket.plan for bucket in BUCKETS if num_tokens <= bucket.tokens), MANY)

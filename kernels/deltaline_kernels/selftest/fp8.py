@@ -6,7 +6,7 @@ import torch
 
 from deltaline_kernels.checks import FP8, FP8_BLOCK
 from deltaline_kernels.device.sizes import cdiv
-from deltaline_kernels.fp8 import multiply_fp8, multiply_fp8_reference
+from deltaline_kernels.fp8 import multiply_fp8, multiply_fp8_reference, pack_fp8
 from deltaline_kernels.selftest.shapes import Compared, Fills
 
 # Of every bucket on a GPU, which pads the last.
@@ -25,10 +25,11 @@ def compare_fp8(fills: Fills, outputs: int, inputs: int, dtype: torch.dtype) -> 
         scales = (fill(cdiv(outputs, FP8_BLOCK), cdiv(inputs, FP8_BLOCK)).abs() + 0.5) * inputs ** (
             -1.0 if kind == "ones" else -0.5
         )
+        words = pack_fp8(weight)
         for num_tokens in TOKENS if device.type == "cpu" else TOKENS_GPU:
             x = fill(num_tokens, inputs).to(dtype)
             out = torch.full((num_tokens, outputs), torch.nan, dtype=dtype, device=device)
-            multiply_fp8(x, weight, scales, out)
+            multiply_fp8(x, words, scales, out)
             wanted = [
                 multiply_fp8_reference(x, weight[first : first + FP8_BLOCK], scales[first // FP8_BLOCK :][:1])
                 for first in (0, last)

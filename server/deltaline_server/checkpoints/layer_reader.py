@@ -9,8 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deltaline_kernels import FP8_BLOCK
+from deltaline_kernels import FP8_BLOCK, pack_fp8
 from deltaline_server.checkpoints.checkpoint import StoredFp8, TensorSource
+from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.fp8.held import Blocks, Fp8Weight, served_blocks
 from deltaline_server.checkpoints.modules import ALL, Module, Packed, Placement, whole_sections
 from deltaline_server.ranks.ways import Ranks
@@ -144,7 +145,12 @@ class LayerReader:
             scales.append(blocks.of(fp8.read_scales()))
             values.append(module.order(partial(fp8.read, columns=module.columns_of(place)), place))
         whole = self._put(torch.cat(values), torch.uint8)
-        return Fp8Weight(whole.view(torch.float8_e4m3fn), self._put(torch.cat(scales), torch.float32))
+        try:
+            words = pack_fp8(whole.view(torch.float8_e4m3fn))
+        except ValueError as error:
+            names = ", ".join(f"{self._prefix}{module.name}.weight" for module in piece.modules)
+            raise ModelError(f"{names}: {error}") from error
+        return Fp8Weight(words, self._put(torch.cat(scales), torch.float32))
 
     def _put(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor on the device, contiguous, in `dtype` or the model's, sharing no memory with a file."""

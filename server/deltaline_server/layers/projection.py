@@ -39,7 +39,7 @@ class Projection:
         """weights: the pieces. adapters: the device's memory of them, None where no batch has any. bias: `[out]`, None
         for none. ranks: what sums over them."""
         self.weights = [one if isinstance(one, Fp8Weight) else _laid_out(one) for one in weights]
-        self._sizes = [len(one.values if isinstance(one, Fp8Weight) else one) for one in weights]
+        self._sizes = [len(one.words if isinstance(one, Fp8Weight) else one) for one in weights]
         first = self.weights[0]
         self._whole = first if len(weights) == 1 and isinstance(first, Tensor) else None
         self._adapters = adapters
@@ -66,7 +66,7 @@ class Projection:
         y = x.new_empty(x.shape[0], sum(self._sizes))
         for weight, part in zip(self.weights, y.split(self._sizes, dim=1), strict=True):
             if isinstance(weight, Fp8Weight):
-                multiply_fp8(x, weight.values, weight.scales, part)
+                multiply_fp8(x, weight.words, weight.scales, part)
             elif weight.is_mkldnn:
                 part.copy_(torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""))
             else:

@@ -33,36 +33,40 @@ def compile_product(
 
     outputs, inputs = size
     x, out = draw(num_tokens, inputs, dtype=dtype), draw(num_tokens, outputs, dtype=dtype)
-    weight = draw(outputs, inputs, dtype=torch.float8_e4m3fn)
+    weight = draw(outputs, -(-inputs // 128) * 32, dtype=torch.int32)
     scales = draw(-(-outputs // 128), -(-inputs // 128), dtype=torch.float32)
-    [kernel] = compile_launches(monkeypatch, lambda: multiply_fp8(x, weight, scales, out))
-    assert kernel.metadata.shared <= SHARED_BYTES
-    ptx: str = kernel.asm["ptx"]
+    kernels = compile_launches(monkeypatch, lambda: multiply_fp8(x, weight, scales, out))
+    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
+    ptx: str = kernels[0].asm["ptx"]
     return ptx
 
 
-@pytest.mark.parametrize("num_tokens", [64, 256, 4096])
-def test_products_take_no_operand_from_registers_and_are_waited_for(
-    monkeypatch: pytest.MonkeyPatch, num_tokens: int
-) -> None:
-    """An assembler overwrites operands in registers too early, and the next step those in shared memory."""
+@pytest.mark.parametrize("num_tokens", [2, 17, 64, 128])
+def test_products_are_waited_for(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
+    """An assembler gives away registers that an asynchronous product still reads, unless it is over by then."""
     ptx = compile_product(monkeypatch, num_tokens)
-    assert set(re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*(\S)", ptx)) == {"%"}
-    assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", ptx)) == {"0"}
-    assert "mma.sync" not in ptx
+    waits = re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", ptx)
+    assert set(waits) <= {"0"} and len(waits) == ptx.count("wgmma.commit_group")
+    assert waits or "mma.sync" in ptx
 
 
-@pytest.mark.parametrize("num_tokens", [1, 17, 64, 4096])
+@pytest.mark.parametrize("num_tokens", [2, 17, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_come_as_they_are_16_bytes_at_a_time(
+def test_words_go_from_shared_memory_to_where_they_are_multiplied(
     monkeypatch: pytest.MonkeyPatch, num_tokens: int, dtype: torch.dtype
 ) -> None:
     ptx = compile_product(monkeypatch, num_tokens, dtype)
-    assert "cp.async.cg" in ptx and "cvt.rn.f16x2.e4m3x2" in ptx
-    assert not re.search(r"ld\.global\S*\.(b8|b16|v2)|cp\.async\.ca", ptx)
+    assert "cp.async.cg" in ptx and re.search(r"ld\.shared\.v[24]\.b32", ptx)
+    assert not re.search(r"ld\.shared\S*\.b(8|16)|ld\.global\S*\.(b8|b16)", ptx)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_token_reads_weights_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    ptx = compile_product(monkeypatch, 1, dtype)
+    assert "ld.global.v4.b32" in ptx and "cvt.rn.f16x2.e4m3x2" in ptx and "mma" not in ptx
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, (5120, 17408)), (torch.bfloat16, (71, 37))])
 def test_odd_sizes_and_fp32_compile(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: tuple[int, int]) -> None:
-    for num_tokens in (1, 300):
-        assert "e4m3x2" in compile_product(monkeypatch, num_tokens, dtype, size)
+    for num_tokens in (1, 20, 300):
+        assert "st.global" in compile_product(monkeypatch, num_tokens, dtype, size)

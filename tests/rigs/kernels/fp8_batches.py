@@ -8,7 +8,7 @@ import torch
 from rigs.kernels.paths import Path
 from torch import Tensor
 
-from deltaline_kernels import FP8_BLOCK, multiply_fp8_reference
+from deltaline_kernels import FP8_BLOCK, multiply_fp8_reference, pack_fp8
 
 GAP = 8
 
@@ -24,7 +24,7 @@ class Batch:
         num_tokens, outputs = len(self.x), len(self.weight)
         whole = torch.full((num_tokens, outputs + GAP), torch.nan, dtype=path.dtype, device=path.device)
         whole[:, outputs:] = 7.0
-        path.multiply_fp8(self.x, self.weight, self.scales, whole[:, :outputs])
+        path.multiply_fp8(self.x, pack_fp8(self.weight), self.scales, whole[:, :outputs])
         assert bool((whole[:, outputs:] == 7.0).all())
         return whole[:, :outputs]
 

@@ -24,7 +24,7 @@ from rigs.kernels.rotary_batches import make_rotary_batch
 from rigs.kernels.scan_batches import make_scan_batch
 from torch import Tensor
 
-from deltaline_kernels import Router, group_tokens
+from deltaline_kernels import Router, group_tokens, pack_fp8
 
 Given = dict[str, Any]
 DIM = 8
@@ -237,7 +237,7 @@ def experts(path: Path, num_tokens: int, activation: str = "silu") -> Given:
 
 
 def fp8(path: Path) -> Given:
-    weight = normal(130, 140).to(path.device).to(torch.float8_e4m3fn)
+    weight = pack_fp8(normal(130, 140).to(path.device).to(torch.float8_e4m3fn))
     scales = normal(2, 2).to(path.device).exp()
     return {"x": draw(path, 3, 140), "weight": weight, "scales": scales, "out": draw(path, 3, 130)}
 

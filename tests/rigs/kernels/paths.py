@@ -174,7 +174,7 @@ class InterpretedPath(Path):
         return y
 
     def multiply_fp8(self, x: Tensor, weight: Tensor, scales: Tensor, out: Tensor) -> None:
-        from deltaline_kernels.fp8.kernel import multiply_fp8_triton
+        from deltaline_kernels.fp8.launch import multiply_fp8_triton
 
         if len(x) > 0:
             multiply_fp8_triton(x, weight, scales, out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltaline_kernels import multiply_fp8_reference
+from deltaline_kernels import multiply_fp8_reference, pack_fp8
 from deltaline_server.checkpoints.fp8.held import Fp8Weight
 from deltaline_server.layers.projection import Projection
 
@@ -27,9 +27,9 @@ def test_pieces_lie_one_after_the_other(num_rows: int, dtype: torch.dtype) -> No
     generator = torch.Generator().manual_seed(num_rows)
     weight, x = torch.randn(70, 130, generator=generator), torch.randn(num_rows, 130, generator=generator).to(dtype)
     values = torch.randn(200, 130, generator=generator).to(torch.float8_e4m3fn)
-    fp8, plain = Fp8Weight(values, torch.rand(2, 2, generator=generator) + 0.5), weight.to(dtype)
+    fp8, plain = Fp8Weight(pack_fp8(values), torch.rand(2, 2, generator=generator) + 0.5), weight.to(dtype)
     project = Projection([fp8, plain, fp8], bias=torch.ones(470, dtype=dtype))
-    in_fp8, whole = multiply_fp8_reference(x, fp8.values, fp8.scales), project(x)
+    in_fp8, whole = multiply_fp8_reference(x, values, fp8.scales), project(x)
     expected = torch.cat((in_fp8, x @ plain.T, in_fp8), dim=1) + 1
     rtol, atol = (1e-5, 1e-4) if dtype is torch.float32 else (1e-2, 0.1)
     assert torch.allclose(whole, expected, rtol=rtol, atol=atol)

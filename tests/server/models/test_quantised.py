@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,17 @@ def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
         ModelError, match=r"_scale_inv: expected shape .* \(\[64, 64\], the weight_block_size\), got \["
     ):
         check_model(options)
+
+
+def test_a_weight_that_holds_no_number_is_refused_by_name(tmp_path: Path) -> None:
+    made = write_checkpoints(tmp_path, DENSE | WHOLE_BLOCKS, BLOCK)
+    [file] = made.quantised.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(one for one in tensors if one.endswith("mlp.down_proj.weight"))
+    tensors[name].view(torch.uint8)[3, 5] = 0x7F
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=rf"^{re.escape(name)}: weight: expected numbers, got NaN$"):
+        load_model(ModelOptions(CPU, model=made.quantised))
 
 
 def test_weights_in_fp8_are_refused_where_the_config_tells_of_none(tmp_path: Path) -> None:

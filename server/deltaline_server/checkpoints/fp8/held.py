@@ -15,9 +15,9 @@ from deltaline_server.checkpoints.modules import Module, Placement
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """A weight as `multiply_fp8` takes it: values `[out, in]` e4m3, and the scales of their blocks, fp32."""
+    """A weight `[out, in]` as `multiply_fp8` takes it: words of its values, and the scales of their blocks, fp32."""
 
-    values: Tensor
+    words: Tensor
     scales: Tensor
 
 
