@@ -294,7 +294,7 @@ def test_bench_gives_a_lost_server_up_and_closes_what_it_opened(
     for _ in range(200):
         getattr(server, fault)("Step")
     assert (
-        main(["bench", server.address, "--clients", "2", "--rows", "2", "--timeout", "1", "--processes", processes])
+        main(["bench", server.address, "--clients", "2", "--rows", "2", "--timeout", "4", "--processes", processes])
         == 1
     )
     error = capsys.readouterr().err
