@@ -91,8 +91,7 @@ NAMED: Mapping[str, tuple[dict[str, Any], Bars]] = {
         ),
     ),
     "35b-a3b": (EXPERTS_35B, Bars(bytes_share={1: 0.45, 16: 0.60, 64: 0.70})),
-    # Without bars, as they have not been measured yet.
-    "27b-fp8": (DENSE_27B | FP8, Bars()),
+    "27b-fp8": (DENSE_27B | FP8, Bars(decode_ms={1: 8.6})),
     "35b-a3b-fp8": (EXPERTS_35B | FP8, Bars()),
 }
 

@@ -35,8 +35,10 @@ class Piece:
         """Bytes of the weight, of a piece that is not in FP8 in this dtype."""
         if not self.in_fp8:
             return self.rows * self.columns * dtype.itemsize
-        scales = -(-self.rows // FP8_BLOCK) * -(-self.columns // FP8_BLOCK)
-        return self.rows * self.columns + scales * torch.float32.itemsize
+        blocks = -(-self.columns // FP8_BLOCK)
+        scales = -(-self.rows // FP8_BLOCK) * blocks
+        # Rows are packed in whole blocks.
+        return self.rows * blocks * FP8_BLOCK + scales * torch.float32.itemsize
 
 
 class LayerReader:
