@@ -43,11 +43,11 @@ from deltaline_bench.service.host import START_TIMEOUT_S, HostError, process_of
 from deltaline_bench.service.size import REUSE, SMALL, Size
 from deltaline_cli.bench.busy import read_metrics
 from deltaline_client import AsyncClient, AsyncSequence
+from deltaline_server.moving.peers import CHUNK_BYTES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_FREEZE_S, MIN_OF_BARE, MIN_LINK_RATE = 0.020, 0.7, 5e9
 WAYS = GRPC, LINK = "gRPC", "link"
-PIECE_BYTES = 1 << 20
 # Decode steps before the first move, of which the median is taken, and between two moves.
 STEPS_BEFORE, STEPS_BETWEEN = 200, 20
 SIZES = {
@@ -244,14 +244,14 @@ async def sink_of(folder: Path) -> AsyncIterator[grpc.aio.Channel]:
 
 async def bare_rate(channel: grpc.aio.Channel, num_bytes: int) -> float:
     """Bytes a second of a bare one-way stream of so many, whole pieces."""
-    piece, count = bytes(PIECE_BYTES), max(1, num_bytes // PIECE_BYTES)
+    piece, count = bytes(CHUNK_BYTES), max(1, num_bytes // CHUNK_BYTES)
     begun_s = time.perf_counter()
     call: Any = channel.stream_unary("/bare.Echo/sink")()
     for _ in range(count):
         await call.write(piece)
     await call.done_writing()
     [taken] = struct.unpack("q", await call)
-    assert taken == count * PIECE_BYTES
+    assert taken == count * CHUNK_BYTES
     return float(taken / (time.perf_counter() - begun_s))
 
 

@@ -28,8 +28,9 @@ Array: TypeAlias = NDArray[Any]
 Write: TypeAlias = Callable[[Sequence[Buffer]], bool]
 """Writes a packet, given in pieces. False when the socket is full: nothing is written."""
 
-Content: TypeAlias = bytes | tuple[Buffer, ...]
-"""A message, or pieces that are one behind each other; those have to stay as they are until it was written."""
+Content: TypeAlias = bytes | tuple[Buffer, ...] | Array
+"""A message; pieces that are one behind each other, which have to stay as they are until it was written; or what was
+written into a `room`."""
 
 _NO_HEAD: dict[str, Any] = {}
 _MAX_TIMEOUT_S = 1e9
@@ -115,6 +116,11 @@ class Conversation(Generic[E]):
         call.outbox.append((message, flags))
         self.unsent[call] = None
 
+    def room(self, size: int) -> Array | None:
+        """An array uint8 [size] in link memory, for a message that needs no copy then. None while there is none: memory
+        is asked for with the next `flush`."""
+        return None if self.error is not None else self._memory(size)
+
     def cancel(self, call: LinkCall[E]) -> None:
         """Give a call up: nothing is called back for it any more."""
         if not call.is_over:
@@ -166,20 +172,21 @@ class Conversation(Generic[E]):
         """The body of a call's next message, and its flags; None while there is no memory for it, or when it is too
         large, which ends the call."""
         message, flags = call.outbox[0]
-        pieces = message if isinstance(message, tuple) else (message or b"",)
+        if isinstance(message, np.ndarray):
+            pieces: tuple[Buffer, ...] = (message.data,)
+        else:
+            pieces = message if isinstance(message, tuple) else (message or b"",)
         num_bytes = sum(map(len, pieces))
         if num_bytes > self._message_bytes:
             why = f"expected a message of at most {self._message_bytes} bytes, got {num_bytes}"
             self._refuse(call, code_pb2.RESOURCE_EXHAUSTED, why, "MESSAGE_TOO_LARGE")
             return None
         if num_bytes > _MAX_BODY - (0 if call.number else call.head_bytes):
-            array = self._memory(num_bytes)
+            array = message if isinstance(message, np.ndarray) else self._memory(num_bytes)
             if array is None or self._arena is None:
                 return None
-            begin = 0
-            for piece in pieces:
-                array[begin : begin + len(piece)] = np.frombuffer(piece, np.uint8)
-                begin += len(piece)
+            if array is not message:
+                write_pieces(pieces, array)
             number, arena = self._arena
             place = link.Place(number, arena.offset(array) or 0, num_bytes)
             self._placed[place.offset] = array
@@ -323,6 +330,14 @@ class Conversation(Generic[E]):
             makers, self._makers = self._makers, {}
             for on_done in makers.values():
                 on_done(error)
+
+
+def write_pieces(pieces: Sequence[Buffer], array: Array) -> None:
+    """Write the pieces of a message, one behind the other, into an array uint8 [their bytes]; other threads run."""
+    begin = 0
+    for piece in pieces:
+        array[begin : begin + len(piece)] = np.frombuffer(piece, np.uint8)
+        begin += len(piece)
 
 
 def _read(array: Array | None, place: link.Place) -> memoryview:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -160,7 +159,7 @@ async def imported_by(
         while stored.header.is_pages:
             sequence.expect(stored.header)
             received = exchange.received(arriving, stored, owner, is_pinned=False)
-            await sequence.land(received, partial(exchange.judge, stored))
+            await sequence.land(received)
             stored, _ = await exchange.read_header(arriving)
         sequence.expect(stored.header)
         async with exchange.received(arriving, stored, owner, is_pinned=False) as header:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from functools import partial
 from typing import Any
 
 import grpc
@@ -274,7 +273,7 @@ class StateService:
             while stored.header.is_pages:
                 coming.expect(stored.header)
                 received = exchange.received(arriving, stored, owner, is_pinned=False)
-                await coming.land(received, partial(exchange.judge, stored))
+                await coming.land(received)
                 stored, asked.chunk = await exchange.read_header(arriving)
             content = asked.SerializeToString(deterministic=True)
             call = current_principal(), "ImportState", asked.request_id, content

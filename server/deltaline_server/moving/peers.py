@@ -16,11 +16,12 @@ from deltaline.v1 import admin_service_pb2, layer_service_pb2, state_service_pb2
 from deltaline_server.config import Config
 from deltaline_server.errors import Code, Reason, RequestError
 from deltaline_server.moving.ways import PAUSE_S, CallError, GrpcWay, LinkWay, Message, Metadata, Way
-from deltaline_server.snapshots.stream import PIECE_BYTES
 from deltaline_server.tables.moved import Owner
 
 # How long a server may take to say who it is, and for all of a sequence.
 REACH_S, WHOLE_S = 10.0, 600.0
+# Of a file in a message, at most: of fewer the calls that send and take one cost more than its copies.
+CHUNK_BYTES = 4 << 20
 _INFO = "/deltaline.v1.AdminService/GetServerInfo"
 _IMPORT = "/deltaline.v1.StateService/ImportState"
 _CLOSE = "/deltaline.v1.LayerService/CloseSequences"
@@ -40,7 +41,7 @@ class Peer:
     def __init__(self, way: Way, address: str, info: admin_service_pb2.GetServerInfoResponse) -> None:
         """info: what it says of itself."""
         self.address, self.server_epoch, self.page_tokens = address, info.server_epoch, info.kv_page_tokens
-        self.chunk_bytes, self._way = max(1, min(info.inline_limit_bytes, PIECE_BYTES)), way
+        self.chunk_bytes, self._way = max(1, min(info.inline_limit_bytes, CHUNK_BYTES)), way
 
     async def open(self, pieces: AsyncIterator[memoryview], request_id: bytes, lease_ms: int) -> Owner:
         """Let a sequence go on there, by its file in pieces of at most `chunk_bytes`, for its principal, under a handle

@@ -11,7 +11,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
 
-from deltaline.conversation import Conversation, LinkCall
+from deltaline import link
+from deltaline.conversation import Content, Conversation, LinkCall, write_pieces
 from deltaline.link_socket import LinkSocket, connect
 from deltaline.wire import Buffer
 
@@ -63,11 +64,15 @@ class GrpcWay:
         """As Way.upload."""
         begin: Any = self._channel.stream_unary(path)
         call = begin(metadata=self._metadata, timeout=timeout_s)
+        writing: asyncio.Future[None] | None = None
         try:
             with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it has answered already
                 async for message in messages:
-                    async with asyncio.timeout(PAUSE_S):
-                        await call.write(b"".join(message))
+                    # While one is written the next is asked for and put together.
+                    body = b"".join(message)
+                    await _within_pause(writing)
+                    writing = asyncio.ensure_future(call.write(body))
+                await _within_pause(writing)
                 await call.done_writing()
             async with asyncio.timeout(PAUSE_S):
                 answer: bytes = await call
@@ -75,6 +80,9 @@ class GrpcWay:
             raise CallError(_status_of(error)) from error
         finally:
             call.cancel()
+            if writing is not None:
+                await asyncio.wait([writing])
+                writing.cancelled() or writing.exception()  # the call says it
         return answer
 
 
@@ -107,9 +115,9 @@ class LinkWay:
         """As Way.upload."""
         async with self._begun(path, timeout_s) as (connection, call, ended):
             async for message in messages:
-                connection.conversation.send(call, message)
-                connection.flush()
                 async with asyncio.timeout(PAUSE_S):
+                    connection.conversation.send(call, await _placed(message, connection, ended))
+                    connection.flush()
                     while call.outbox and not ended.done():
                         await connection.until_moved()
                 if ended.done():
@@ -152,6 +160,29 @@ class LinkWay:
                 connected, welcome = await asyncio.to_thread(connect, self._path)
                 self._connection = LinkSocket(connected, Conversation(welcome.message_bytes, lambda status: status))
             return self._connection
+
+
+async def _within_pause(writing: asyncio.Future[None] | None) -> None:
+    """Wait until a message is taken, if there is one. Raises TimeoutError; what writing it raises."""
+    if writing is not None:
+        async with asyncio.timeout(PAUSE_S):
+            await writing
+
+
+async def _placed(message: Message, connection: LinkSocket[status_pb2.Status], ended: asyncio.Future[bytes]) -> Content:
+    """A message, which a thread has written into link memory where it is large. While the server reads it the next is
+    written. As it is once the call has ended."""
+    num_bytes = sum(map(len, message))
+    if num_bytes < link.MAX_PACKET_BYTES:
+        return message
+    while not ended.done():
+        room = connection.conversation.room(num_bytes)
+        if room is not None:
+            await asyncio.to_thread(write_pieces, message, room)
+            return room
+        connection.flush()
+        await connection.until_moved()
+    return message
 
 
 def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from deltaline_server.errors import Reason, RequestError
@@ -19,7 +20,16 @@ from deltaline_server.principal import Principal, check_share
 from deltaline_server.snapshots.header import ID_BYTES, StateFileError, StateHeader, StoredHeader
 from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.layout import Bytes, SpanProgress, StateLayout, state_bytes
-from deltaline_server.snapshots.stream import PIECE_BYTES, Arriving, ValueTypes, check_state, pieces_of, refused
+from deltaline_server.snapshots.stream import (
+    PIECE_BYTES,
+    Arriving,
+    Filling,
+    StateThreads,
+    ValueTypes,
+    check_sections,
+    pieces_of,
+    refused,
+)
 from deltaline_server.tables.captured.snapshot import SnapshotDescription
 from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.captured.state import StoredState
@@ -57,7 +67,7 @@ class Exchange:
         """clock_ns: since the epoch."""
         self._layout, self._fingerprint, self._types = layout, fingerprint, types
         self._host, self._moves, self._snapshots, self._adapters = host, moves, snapshots, adapters
-        self._clock_ns = clock_ns
+        self._clock_ns, self._threads = clock_ns, StateThreads()
         # Of states that are on their way, by their principal's number.
         self._num_states, self._num_coming, self._bytes = Counter[int](), Counter[int](), Counter[int]()
 
@@ -98,9 +108,10 @@ class Exchange:
             held.enter_context(self._place(owner, self._host.size_of(id)))
             memory = held.enter_context(self._host.use(id))
             assert memory is not None
-            pieces = pieces_of(header, header.sections(self._layout), memory, piece_bytes)
-            # The first one takes time; a thread that outlives this call reads, and nobody asks what.
-            piece = await asyncio.to_thread(next, pieces, None)
+            sections = header.sections(self._layout)
+            digests = await self._threads.digests(sections, memory)
+            pieces = pieces_of(header, sections, digests, memory, piece_bytes)
+            piece = next(pieces, None)
             loop = asyncio.get_running_loop()
             until_s = loop.time() + whole_s
             while piece is not None:
@@ -145,7 +156,7 @@ class Exchange:
         self, arriving: Arriving, stored: StoredHeader, owner: Principal, *, is_pinned: bool
     ) -> AsyncIterator[StateHeader]:
         """Inside the context what arrives behind a header lies in host memory, whole and sound, under an id of its own;
-        behind it only if it was added. Pages are yet to be judged.
+        behind it only if it was added.
 
         Raises RequestError as `read_header`, NON_FINITE_INPUT, QUOTA_EXCEEDED or NO_SNAPSHOT_LINES; what the pieces
         raise.
@@ -157,10 +168,8 @@ class Exchange:
         header = replace(stored.header, id=id, owner=owner.name, is_pinned=is_pinned, created_ns=now_ns)
 
         async def copy_in(memory: Bytes) -> None:
-            await arriving.read_state(memory, is_last=not header.is_pages)
-            if not header.is_pages:
-                # A thread that outlives this call reads, and nobody asks what.
-                await asyncio.to_thread(check_state, stored, memory, self._layout, self._types)
+            judge = partial(check_sections, stored, memory, self._layout, self._types)
+            await arriving.read_state(Filling(self._threads, stored, memory, judge), is_last=not header.is_pages)
 
         with _counted(self._num_coming, owner.number, not is_sequence), self._place(owner, size):
             try:
@@ -175,15 +184,6 @@ class Exchange:
             finally:
                 if self._snapshots.get(id) is None:
                     self._host.release(id)
-
-    async def judge(self, stored: StoredHeader, id: bytes) -> None:
-        """Judge pages that were received under an id. Raises RequestError as `received`."""
-        with self._host.use(id) as memory:
-            if memory is not None:  # else who wanted them has gone
-                try:
-                    await asyncio.to_thread(check_state, stored, memory, self._layout, self._types)
-                except StateFileError as error:
-                    raise refused(error) from error
 
     def add(self, header: StateHeader, owner: Principal, lease_s: float | None) -> SnapshotDescription:
         """Let what was received be a principal's snapshot. Raises RequestError QUOTA_EXCEEDED, NO_SNAPSHOT_LINES, or
@@ -209,6 +209,10 @@ class Exchange:
             check_share(self._num_states[number], 1, left, "states on their way", Reason.TOO_MANY_CALLS)
         with _counted(self._num_states, number, 1):
             yield
+
+    def close(self) -> None:
+        """Finish what threads look at, behind the last call."""
+        self._threads.close()
 
     def _place(self, owner: Principal, num_bytes: int) -> AbstractContextManager[None]:
         """Count a place, which gives way to nobody. Raises RequestError NO_SNAPSHOT_LINES where a principal would have

@@ -224,6 +224,8 @@ class States:
         await asyncio.gather(*self._copies, return_exceptions=True)
         if self._moves is not None:
             await self._moves.close()
+        if self.exchange is not None:
+            self.exchange.close()
 
     def existing_exchange(self) -> Exchange:
         """What states go by. Raises RequestError HOST_TIER_OFF where there is none."""

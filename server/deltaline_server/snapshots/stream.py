@@ -5,11 +5,15 @@ Knows bytes and what they have to be, not where they come from or go to.
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import xxhash
@@ -35,8 +39,10 @@ from deltaline_server.snapshots.sequences.rules import check_progress
 from deltaline_server.tables.prefixes.keys import MAX_KEY_BYTES
 
 PIECE_BYTES = 1 << 20
-# Of large states, each byte of which is looked at: threads, and bytes of each at least.
-THREADS, PART_BYTES = 8, 4 << 20
+# Threads at most, and bytes that one looks at, at least: of fewer it would mostly wait for the interpreter's lock.
+THREADS, PART_BYTES = 8, 1 << 20
+# From this size on a piece is copied by threads.
+LARGE_PIECE_BYTES = 256 << 10
 # Of what is no state, or damaged. What no server of ours would write is the sender's mistake.
 _REASONS = {
     Flaw.TRUNCATED: Reason.STATE_DAMAGED,
@@ -53,13 +59,42 @@ Result = TypeVar("Result")
 ValueTypes = Mapping[Part, np.dtype[Any]]
 """The types of the parts that hold floating-point values."""
 
+Judge = Callable[[Sequence[Section]], None]
+"""Judges every byte of some sections."""
+
+
+class StateThreads:
+    """Threads that look at every byte of the states that come and go. `close` ends them."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="states")
+
+    def begin(self, work: Callable[[], Result]) -> Future[Result]:
+        """Let a thread do some work, behind what was begun before."""
+        return self._pool.submit(work)
+
+    async def digests(self, sections: Sequence[Section], memory: Bytes) -> list[bytes]:
+        """The digests of a state's sections, by all threads. memory: uint8 [state_bytes(sections)]; where this is
+        cancelled it may be read still."""
+        part_bytes = max(PART_BYTES, state_bytes(sections) // THREADS)
+        parts = [list(some) for _, some in groupby(sections, lambda section: section.offset // part_bytes)]
+        begun = [self.begin(partial(_digests, some, memory)) for some in parts]
+        return [digest for one in begun for digest in await asyncio.wrap_future(one)]
+
+    def close(self) -> None:
+        """Finish what was begun and end the threads."""
+        self._pool.shutdown()
+
 
 def pieces_of(
-    header: StateHeader, sections: Sequence[Section], memory: Bytes, piece_bytes: int = PIECE_BYTES
+    header: StateHeader,
+    sections: Sequence[Section],
+    digests: Sequence[bytes],
+    memory: Bytes,
+    piece_bytes: int = PIECE_BYTES,
 ) -> Iterator[memoryview]:
-    """A state's file, so many bytes at a time, views; the first piece takes a look at every byte. memory: uint8
-    [state_bytes(sections)], that must not change until the last piece was used."""
-    digests = _by_threads(lambda some: [_digest(section, memory) for section in some], sections)
+    """A state's file, so many bytes at a time, views. memory: uint8 [state_bytes(sections)], that must not change until
+    the last piece was used."""
     for content in (memoryview(encode(header, sections, digests)), memory.data):
         for at in range(0, len(content), piece_bytes):
             yield content[at : at + piece_bytes]
@@ -69,6 +104,7 @@ class Arriving:
     """A state's file that comes in pieces, cut anywhere, none of them empty; ahead of a sequence's those of pages."""
 
     def __init__(self, pieces: AsyncIterator[Buffer]) -> None:
+        """pieces: one that can be written to is not used any more when the next is asked for."""
         self._pieces, self._piece = pieces, memoryview(b"")
 
     async def read_header(self, layout: StateLayout, fingerprint: bytes) -> tuple[StoredHeader, bytes]:
@@ -92,47 +128,114 @@ class Arriving:
             check_progress(stored.header.spans, layout.max_draft)
         return stored, PREAMBLE.unpack_from(raw)[-1]
 
-    async def read_state(self, memory: Bytes, *, is_last: bool) -> None:
+    async def read_state(self, filling: Filling, *, is_last: bool) -> None:
         """Take what is behind the header, all of which a state's memory has; is_last: whether nothing may come behind
-        it. Raises as `read_header`."""
-        await self._fill(memory.data)
-        if is_last and (bool(self._piece) or bool(await anext(self._pieces, b""))):
-            raise StateFileError(Flaw.LENGTH, "expected nothing behind the last section, got more")
+        it. Raises as `read_header`, and what judges raise."""
+        async with filling:
+            while filling.num_left:
+                await filling.add(await self._part(filling.num_left))
+            if is_last and (bool(self._piece) or bool(await anext(self._pieces, b""))):
+                raise StateFileError(Flaw.LENGTH, "expected nothing behind the last section, got more")
+            await filling.judged()
 
     async def _fill(self, memory: memoryview) -> None:
         done = 0
         while done < len(memory):
+            part = await self._part(len(memory) - done)
+            memory[done : done + len(part)] = part
+            done += len(part)
+
+    async def _part(self, num_bytes: int) -> memoryview:
+        """What comes next, so many bytes at most. Raises StateFileError where nothing does; what the pieces raise."""
+        if not self._piece:
+            self._piece = memoryview(await anext(self._pieces, b""))
             if not self._piece:
-                piece = await anext(self._pieces, b"")
-                self._piece = memoryview(piece)
-                if not piece:
-                    raise StateFileError(Flaw.TRUNCATED, f"expected {len(memory) - done} bytes more at least")
-            count = min(len(self._piece), len(memory) - done)
-            memory[done : done + count] = self._piece[:count]
-            self._piece, done = self._piece[count:], done + count
+                raise StateFileError(Flaw.TRUNCATED, f"expected {num_bytes} bytes more at least")
+        part, self._piece = self._piece[:num_bytes], self._piece[num_bytes:]
+        return part
 
 
-def check_state(stored: StoredHeader, memory: Bytes, layout: StateLayout, types: ValueTypes) -> None:
-    """Judge every byte of a state that came; takes milliseconds per 100 MB.
+class Filling:
+    """A state's memory, which is filled from its beginning; each section is judged while those behind it come.
+
+    Nothing is written any more behind the context.
+    """
+
+    def __init__(self, threads: StateThreads, stored: StoredHeader, memory: Bytes, judge: Judge) -> None:
+        """memory: uint8 [state_bytes(stored.sections)]. judge: called by threads, with some sections each time."""
+        self._threads, self._sections, self._memory, self._judge = threads, stored.sections, memory, judge
+        self._num_bytes = self._num_there = self._num_begun = 0
+        self._copying, self._judging = list[Future[None]](), list[Future[None]]()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        while any(not one.done() for one in self._copying):
+            with suppress(asyncio.CancelledError):  # it is told already
+                await asyncio.wait([asyncio.wrap_future(one) for one in self._copying])
+
+    @property
+    def num_left(self) -> int:
+        """Bytes that are yet to come."""
+        return len(self._memory) - self._num_bytes
+
+    async def add(self, part: memoryview) -> None:
+        """Copy bytes behind those that came; they are read afterwards too where they can't be written to."""
+        await self._copied()
+        target, source = self._memory[self._num_bytes :][: len(part)], np.frombuffer(part, np.uint8)
+        self._num_bytes += len(part)
+        if len(part) < LARGE_PIECE_BYTES:
+            target[:] = source
+            return
+        for at in range(0, len(part), PART_BYTES):
+            block = slice(at, at + PART_BYTES)
+            self._copying.append(self._threads.begin(partial(np.copyto, target[block], source[block])))
+        if not part.readonly:
+            await self._copied()
+
+    async def judged(self) -> None:
+        """Wait until all is judged. Raises what the judges raise of the first section that they refuse."""
+        await self._copied()
+        self._begin()
+        for one in self._judging:
+            await asyncio.wrap_future(one)
+
+    async def _copied(self) -> None:
+        """Wait for what is copied, and let sections that are there be judged."""
+        if self._copying:
+            await asyncio.gather(*map(asyncio.wrap_future, self._copying))
+            self._copying.clear()
+        while self._num_there < len(self._sections) and self._sections[self._num_there].end <= self._num_bytes:
+            self._num_there += 1
+            if self._sections[self._num_there - 1].end - self._sections[self._num_begun].offset >= PART_BYTES:
+                self._begin()
+
+    def _begin(self) -> None:
+        """Let the sections that are there be judged."""
+        some = self._sections[self._num_begun : self._num_there]
+        self._judging.append(self._threads.begin(partial(self._judge, some)))
+        self._num_begun = self._num_there
+
+
+def check_sections(
+    stored: StoredHeader, memory: Bytes, layout: StateLayout, types: ValueTypes, sections: Sequence[Section]
+) -> None:
+    """Judge every byte of some sections of a state that came.
 
     Raises StateFileError: a digest is another, or what lies between the sections or in fixed commits can't be.
     RequestError NON_FINITE_INPUT.
     """
     digests = dict(zip(stored.sections, stored.digests, strict=True))
-
-    def check(sections: Sequence[Section]) -> list[None]:
-        for section in sections:
-            _check_section(section, digests[section], memory, types)
-            if section.part is Part.COMMITS:
-                position = max(span.position for span in stored.header.spans)
-                _check_commits(section.view(memory).view(np.int64), position, layout.max_draft)
-        return []
-
-    _by_threads(check, stored.sections)
+    for section in sections:
+        _check_section(section, digests[section], memory, types)
+        if section.part is Part.COMMITS:
+            position = max(span.position for span in stored.header.spans)
+            _check_commits(section.view(memory).view(np.int64), position, layout.max_draft)
 
 
 def _check_section(section: Section, digest: bytes, memory: Bytes, types: ValueTypes) -> None:
-    """Judge every byte of a section. Raises as `check_state`."""
+    """Judge every byte of a section. Raises as `check_sections`."""
     name, end = f"{section.part.name.lower()} of {section.number}", section.offset + section.num_bytes
     if _digest(section, memory) != digest:
         message = f"{name}: expected another digest of its {section.end - section.offset} bytes"
@@ -143,17 +246,6 @@ def _check_section(section: Section, digest: bytes, memory: Bytes, types: ValueT
     if section.part in types and not all_finite(values.view(types[section.part])):
         message = f"{name}: expected finite values, got some that are not"
         raise RequestError(Reason.NON_FINITE_INPUT, message, field="chunk")
-
-
-def _by_threads(work: Callable[[Sequence[Section]], list[Result]], sections: Sequence[Section]) -> list[Result]:
-    """The results of work on sections, some to each of THREADS threads, with none where they are few bytes. Raises what
-    the work raises of the first that fails."""
-    part_bytes = max(PART_BYTES, -(-state_bytes(sections) // THREADS))
-    parts = [list(some) for _, some in groupby(sections, lambda section: section.offset // part_bytes)]
-    if len(parts) < 2:
-        return work(sections)
-    with ThreadPoolExecutor(len(parts), thread_name_prefix="digests") as pool:
-        return [result for some in pool.map(work, parts) for result in some]
 
 
 def refused(error: StateFileError) -> RequestError:
@@ -189,6 +281,10 @@ def _check_commits(commits: np.ndarray[Any, np.dtype[np.int64]], position: int, 
     if (commits < 0).any() or (commits > highest).any() or len(np.unique(commits[:, :2], axis=0)) < len(commits):
         message = f"commits of 0: expected each once, at 0 .. {position}, of 0 .. {max_draft} tokens, got others"
         raise StateFileError(Flaw.SECTIONS, message)
+
+
+def _digests(sections: Sequence[Section], memory: Bytes) -> list[bytes]:
+    return [_digest(section, memory) for section in sections]
 
 
 def _digest(section: Section, memory: Bytes) -> bytes:

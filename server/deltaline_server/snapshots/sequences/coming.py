@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +35,6 @@ class Wholes(Protocol):
     ) -> NDArray[np.uint64]: ...
 
 
-Judge: TypeAlias = Callable[[bytes], Awaitable[None]]
-"""Judges pages in host memory, by their id."""
-
-
 class Coming:
     """A principal's sequence that is yet to be opened. Nobody knows its handle, and it ends with the call by which it
     comes. All methods belong to the event loop's thread."""
@@ -62,9 +57,9 @@ class Coming:
         elif self._slot is None:
             self._wholes.check_room(self._owner)
 
-    async def land(self, received: AbstractAsyncContextManager[StateHeader], judge: Judge) -> None:
-        """Receive pages for which there is room. They are judged and written while the next come, and to the end where
-        the call ends meanwhile. Raises what receiving them raises, and what became of those before."""
+    async def land(self, received: AbstractAsyncContextManager[StateHeader]) -> None:
+        """Receive pages for which there is room. They are written while the next come, and to the end where the call
+        ends meanwhile. Raises what receiving them raises, and what became of those before."""
         held = AsyncExitStack()
         try:
             header = await held.enter_async_context(received)
@@ -72,16 +67,15 @@ class Coming:
         except BaseException:
             await held.aclose()
             raise
-        self._landing = asyncio.ensure_future(self._land(held, header, judge))
+        self._landing = asyncio.ensure_future(self._land(held, header))
 
     async def landed(self) -> None:
         """Wait for the pages that came last. Raises what became of them."""
         if self._landing is not None:
             await asyncio.shield(self._landing)
 
-    async def _land(self, held: AsyncExitStack, header: StateHeader, judge: Judge) -> None:
+    async def _land(self, held: AsyncExitStack, header: StateHeader) -> None:
         async with held:
-            await judge(header.id)
             if self._slot is not None:
                 await self._wholes.land_pages(self._slot, header)
 

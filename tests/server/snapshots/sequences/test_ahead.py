@@ -257,19 +257,22 @@ async def test_pages_that_fail_behind_a_call_that_ended_are_nobody_s_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ended: list[int] = []
-    wholes: Any = SimpleNamespace(make_room=lambda *_: 7, paged_spans=frozenset((0,)), end=ended.append)
+
+    async def fail(*_: object) -> None:
+        raise ValueError
+
+    wholes: Any = SimpleNamespace(
+        make_room=lambda *_: 7, paged_spans=frozenset((0,)), end=ended.append, land_pages=fail
+    )
     coming = Coming(wholes, ANONYMOUS)
     spans = (SpanProgress(position=PAGE_SIZE),)
     coming.expect(StateHeader(bytes(16), bytes(32), "anonymous", spans, is_sequence=True, is_pages=True))
-
-    async def fail(id: bytes) -> None:
-        raise ValueError
 
     @asynccontextmanager
     async def received() -> AsyncIterator[Any]:
         yield SimpleNamespace(id=b"")
 
-    await coming.land(received(), fail)
+    await coming.land(received())
     await asyncio.sleep(0)
     coming.end()
     del coming
