@@ -78,6 +78,8 @@ class Walk:
         """Draw a row of a sequence, of a new one in its place where it has no room for the row."""
         rng, block = self._rng, self._block
         kind = KINDS[int(rng.choice(len(KINDS), p=SHARES))]
+        if kind == VERIFY and self._info.max_draft_tokens == 0:
+            kind = DECODE
         most = {PREFILL: len(block), DECODE: 1, VERIFY: min(self._info.max_draft_tokens, len(block))}[kind]
         count = self._draw(most)
         if self._open[place].position + count > self._room:

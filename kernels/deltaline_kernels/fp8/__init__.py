@@ -33,8 +33,9 @@ def multiply_fp8(x: Tensor, weight: Tensor, scales: Tensor, out: Tensor) -> None
         out[t, n] = sum over k of x[t, k] scales[n // 128, k // 128] weight[n, k]
 
     x is multiplied as it is, with the weight's values, which 16 bits hold exactly; sums are fp32, and values or their
-    sums meet their scale in fp32. Of many 16-bit tokens on a GPU (fp8/plan.py says from how many on) values times their
-    scales are rounded to x.dtype first. Does not wait for the device.
+    sums meet their scale in fp32. Of many 16-bit tokens on a GPU (fp8/plan.py says from how many on), and of fp32
+    tokens there, values times their scales are rounded to x.dtype, which must hold them, and torch.mm multiplies them,
+    by its own settings. Does not wait for the device.
 
     Args:
         x: `[T, K]` fp32, bf16 or fp16, a row stride is fine. T may be 0.

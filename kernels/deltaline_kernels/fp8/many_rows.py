@@ -37,11 +37,11 @@ def write_out_kernel(weight, scales, meant, N, K: tl.constexpr, BLOCK: tl.conste
 def multiply_many_rows(x: Tensor, weight: Tensor, scales: Tensor, out: Tensor, plan: ManyRows) -> None:
     """Write out `[T, N]`; arguments are validated by `multiply_fp8`."""
     inputs, outputs = x.shape[1], len(weight)
-    pieces = cdiv(outputs * inputs, plan.values)
-    size = cdiv(cdiv(outputs, pieces), FP8_BLOCK) * FP8_BLOCK
+    size = max(1, plan.values // inputs // FP8_BLOCK) * FP8_BLOCK
+    memory = torch.empty(min(size, outputs), inputs, dtype=x.dtype, device=x.device)
     for begin in range(0, outputs, size):
         some = weight[begin : begin + size]
-        meant = torch.empty(len(some), inputs, dtype=x.dtype, device=x.device)
+        meant = memory[: len(some)]
         grid = (cdiv(len(some), OUTPUTS) * cdiv(inputs, FP8_BLOCK),)
         sizes = {"K": inputs, "BLOCK": FP8_BLOCK, "OUTPUTS": OUTPUTS}
         write_out_kernel[grid](some, scales[begin // FP8_BLOCK :], meant, len(some), **sizes)

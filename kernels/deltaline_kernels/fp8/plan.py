@@ -33,7 +33,8 @@ class FewRows:
 
 @dataclass(frozen=True)
 class ManyRows:
-    """The weight times its scales is written out, at most `values` of it at a time, and multiplied by the library."""
+    """The weight times its scales is written out, whole blocks of rows of at most `values` values at a time, and
+    multiplied by the library."""
 
     values: int
 

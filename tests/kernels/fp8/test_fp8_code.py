@@ -48,6 +48,10 @@ def test_products_are_waited_for(monkeypatch: pytest.MonkeyPatch, num_tokens: in
     waits = re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", ptx)
     assert set(waits) <= {"0"} and len(waits) == ptx.count("wgmma.commit_group")
     assert waits or "mma.sync" in ptx
+    between = re.findall(r"wgmma\.commit_group\S*;(.*?)wgmma\.wait_group", ptx, re.DOTALL)
+    words = {word for text in between for word in re.findall(r"^\s+([a-z][\w.]*)", text, re.MULTILINE)}
+    # None of what makes the next operands.
+    assert words <= {"mov.b32", "cvt.u64.u32"}, words
 
 
 @pytest.mark.parametrize("num_tokens", [2, 17, 64])

@@ -68,10 +68,11 @@ def test_nothing_waits_and_a_graph_follows_what_its_tensors_hold(num_tokens: int
 
 
 def test_nothing_is_compiled_within_a_bucket() -> None:
-    from deltaline_kernels.fp8.few_rows import few_rows_kernel
+    from deltaline_kernels.fp8.few_rows import add_parts_kernel, few_rows_kernel
 
     def variants() -> int:
-        return len(few_rows_kernel.device_caches[torch.cuda.current_device()][0])
+        device = torch.cuda.current_device()
+        return sum(len(kernel.device_caches[device][0]) for kernel in (few_rows_kernel, add_parts_kernel))
 
     for tokens in ((2, 15, 16), (33, 64, 65, 128)):
         make_batch(GPU, tokens[0], 640, 2048).run(GPU)

@@ -276,6 +276,20 @@ def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
         check_model(options)
 
 
+def test_scales_are_refused_whose_values_the_model_s_dtype_does_not_hold(tmp_path: Path) -> None:
+    made = write_checkpoints(tmp_path, HYBRID | WHOLE_BLOCKS, BLOCK)
+    [file] = made.quantised.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(one for one in tensors if one.endswith("mlp.down_proj.weight"))
+    tensors[f"{name}_scale_inv"][0, 0] = 300.0
+    save_file(tensors, file)
+    load_model(ModelOptions(CPU, dtype=torch.bfloat16, model=made.quantised))
+    with pytest.raises(
+        ModelError, match=rf"^{re.escape(name)}: expected values that float16 holds, got a scale of 300$"
+    ):
+        load_model(ModelOptions(CPU, dtype=torch.float16, model=made.quantised))
+
+
 def test_a_weight_that_holds_no_number_is_refused_by_name(tmp_path: Path) -> None:
     made = write_checkpoints(tmp_path, DENSE | WHOLE_BLOCKS, BLOCK)
     [file] = made.quantised.glob("*.safetensors")
