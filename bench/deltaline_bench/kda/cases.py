@@ -1,4 +1,4 @@
-"""The cases of KDA with their bars. The figures are for an H200; none is measured yet."""
+"""The cases of KDA with their bars. The figures are for an H200."""
 
 from __future__ import annotations
 

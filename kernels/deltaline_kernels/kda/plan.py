@@ -1,4 +1,12 @@
-"""How long rows are cut into parts that run at once. Measurements: docs/log.md."""
+"""How long rows are cut into parts that run at once.
+
+A row in parts is walked twice. Microseconds of walks and joins on an H200, heads of 128, whole, and in parts of so many
+tokens:
+
+    rows x tokens, heads    whole    512   1024   2048   4096
+    1 x 8192, 8               190    111     88
+    1 x 65536, 4                                   279    240
+"""
 
 from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
 from deltaline_kernels.device.row_splits import RowSplits, cut_rows
