@@ -1,4 +1,4 @@
-"""choose_plan of both recurrences: rows in parts where few programs would run, whole where parts would wait in turn."""
+"""choose_plan of the recurrences: rows in parts where few programs would run, whole where parts would wait in turn."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
 from deltaline_kernels.device.row_splits import RowSplits
 from deltaline_kernels.gated_delta import plan as gated_delta
+from deltaline_kernels.kda import plan as kda
 from deltaline_kernels.mamba2 import plan as mamba2
 from deltaline_kernels.mamba2.inputs import MambaHeads
 
@@ -33,6 +34,10 @@ def mamba(num_heads: int) -> MambaHeads:
         ),
         pytest.param(gated_delta, delta(2, 8, 256), (32768,), RowSplits(1, 32768), id="delta-wide-keys"),
         pytest.param(gated_delta, delta(2, 8), (0, 32768), RowSplits(1, 32768), id="delta-unknown-lengths"),
+        pytest.param(kda, delta(64, 64), (8192,), RowSplits(1, 8192), id="kda-many-heads"),
+        pytest.param(kda, delta(8, 8), (8192,), RowSplits(8, 1024), id="kda-long"),
+        pytest.param(kda, delta(4, 4), (65536,), RowSplits(16, 4096), id="kda-few-heads"),
+        pytest.param(kda, delta(8, 8), (0, 8192), RowSplits(1, 8192), id="kda-unknown-lengths"),
         pytest.param(mamba2, mamba(16), (32768,), RowSplits(16, 2048), id="mamba-few-heads"),
         pytest.param(mamba2, mamba(128), (8192,), RowSplits(2, 4096), id="mamba-two-long-parts"),
         pytest.param(mamba2, mamba(128), (4032,), RowSplits(1, 4032), id="mamba-two-short-parts"),
@@ -51,7 +56,11 @@ def test_plans_are_those_that_were_measured(
 @pytest.mark.parametrize("num_heads", [1, 3, 8, 64, 128, 300])
 @pytest.mark.parametrize("length", [0, 1, 64, 1536, 4097, 8191, 1_000_000])
 def test_parts_cover_the_row_and_run_at_once(num_heads: int, length: int) -> None:
-    for family, heads in ((gated_delta, delta(1, num_heads)), (mamba2, MambaHeads(1, num_heads, 128, 128))):
+    for family, heads in (
+        (gated_delta, delta(1, num_heads)),
+        (kda, delta(1, num_heads)),
+        (mamba2, MambaHeads(1, num_heads, 128, 128)),
+    ):
         plan = family.choose_plan(heads, 1, length, length)
         assert plan.num_parts * plan.part_length >= length
         assert (plan.num_parts - 1) * plan.part_length < max(length, 1)

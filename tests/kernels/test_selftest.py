@@ -19,6 +19,7 @@ from deltaline_kernels import (
     flex_decode,
     gated_delta,
     gated_rms_norm,
+    kda,
     mamba1,
     mamba2,
     mhc_post_pre,
@@ -297,7 +298,7 @@ def shapes_of(recurrence: str, heads: DeltaHeads) -> Shapes:
     return Shapes(recurrence, heads, *sizes, (0.0, torch.inf), has_conv_bias=False, rotary_dim=16, page_size=64)
 
 
-@pytest.mark.parametrize("recurrence", ["gated_delta", "mamba2"])
+@pytest.mark.parametrize("recurrence", ["gated_delta", "kda", "mamba2"])
 def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch, recurrence: str) -> None:
     """With and without a waypoint. Which of the calls are computed in parts, a GPU decides."""
     monkeypatch.setattr(parts_selftest, "LONG", 130)
@@ -311,9 +312,9 @@ def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch,
 
         return run
 
-    for name, function in {"gated_delta": gated_delta, "mamba2": mamba2}.items():
+    for name, function in {"gated_delta": gated_delta, "kda": kda, "mamba2": mamba2}.items():
         monkeypatch.setattr(parts_selftest, name, shifted(function))
-    heads = DeltaHeads(2, 4, 16, 32, 0.25, 1e-6)
+    heads = DeltaHeads(2, 4, 16, 32, 0.25, 1e-6, keyed=recurrence == "kda")
     for wrong in (0.0, 1.0):
         got, want = parts_selftest.run_in_parts(torch.randn, shapes_of(recurrence, heads), "cpu")
         assert [tensor.shape for tensor in got] == [(130, 4, 32), (1, 4, 32, 16)] * 2
@@ -334,10 +335,11 @@ def test_a_waypoint_that_is_passed_is_found(monkeypatch: pytest.MonkeyPatch, nam
     assert [check.name for check in checks if not check.ok] == [f"{family}, prefill with waypoints, random"]
 
 
-@pytest.mark.parametrize("recurrence", ["gated_delta", "mamba2"])
-def test_a_long_row_is_in_parts_unless_heads_are_many(recurrence: str) -> None:
-    for num_heads, expected in ((4, True), (64, True), (300, False)):
-        heads = DeltaHeads(1, num_heads, 128, 64, 0.25, 1e-6)
+@pytest.mark.parametrize(("recurrence", "most"), [("gated_delta", 64), ("kda", 32), ("mamba2", 64)])
+def test_a_long_row_is_in_parts_unless_heads_are_many(recurrence: str, most: int) -> None:
+    for num_heads, expected in ((4, True), (most, True), (300, False)):
+        heads = DeltaHeads(1, num_heads, 128, 64, 0.25, 1e-6, keyed=recurrence == "kda")
         assert parts_selftest.has_parts(shapes_of(recurrence, heads)) is expected
-    few = shapes_of("mamba2", DeltaHeads(1, 4, 128, 64, 0.25, 1e-6))
-    assert not parts_selftest.has_parts(replace(few, dtype=torch.float32))
+    few = DeltaHeads(1, 4, 128, 64, 0.25, 1e-6)
+    for family in ("kda", "mamba2"):
+        assert not parts_selftest.has_parts(replace(shapes_of(family, few), dtype=torch.float32))

@@ -13,17 +13,17 @@ above: then each product's left operand is what the last one left in registers, 
 shared memory. q and k are used as they come: their norms are factors of rows and columns of the products.
 
 A row in parts is walked twice, all parts at once. First each part finds what it makes of a state, h P + E: E is where
-it ends from zero, P where it ends from the identity without values. `_join` puts what stands before a part in the place
-of E of the part before it (the state that the row starts from has a place of its own); the parts are walked again.
+it ends from zero, P where it ends from the identity without values. `join_parts` puts what stands before a part in the
+place of E of the part before it (the state that the row starts from has a place of its own); parts are walked again.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
+from deltaline_kernels.device.delta_rule.parts import empty_ends, is_aligned, join_parts
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
@@ -35,8 +35,6 @@ from deltaline_kernels.rows import Rows, StateLines
 
 # Of a walk. With keys of 128 more stages leave no room for a second program on a multiprocessor.
 WARPS, STAGES = 4, 2
-# A program that joins parts has so many rows of a state, and so many parts on their way.
-JOIN_BLOCK_V, JOIN_STAGES = 16, 2
 
 
 @triton.jit
@@ -252,62 +250,18 @@ def _advance(
             tl.store(p_new, b_h.to(p_new.dtype.element_ty), mask=in_h)
 
 
-@triton.jit(do_not_specialize=["part_length"], do_not_specialize_on_alignment=["control"])
-def _join(
-    ends,
-    control,
-    part_length,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Put the states before the parts 2.. of a row in the place of where the parts before them end from zero."""
-    END: tl.constexpr = (V + (K if K > V else V)) * K
-    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    i_v = tl.program_id(0) % BLOCKS
-    i_hv = tl.program_id(0) // BLOCKS % HV
-    i_row = tl.program_id(0) // (BLOCKS * HV)
-    begin = tl.load(control + i_row).to(tl.int64)
-    n = (tl.load(control + i_row + 1) - begin).to(tl.int32)
-    o_v = (i_v * BLOCK_V + tl.arange(0, BLOCK_V))[:, None]
-    o_k = tl.arange(0, BLOCK_K)
-    in_h = (o_v < V) & (o_k < K)[None, :]
-    in_p = (o_k < K)[:, None] & (o_k < K)[None, :]
-    p_end = ends + (begin // part_length * HV + i_hv) * END
-    o_h = o_v * K + o_k[None, :]
-    o_p = V * K + o_k[:, None] * K + o_k[None, :]
-    # What stands before part 1 is where part 0 ends.
-    b_h = tl.load(p_end + o_h, mask=in_h & (part_length < n), other=0.0)
-    for _ in tl.range(2 * part_length, n, part_length, num_stages=STAGES):
-        p_end += HV * END
-        b_end = tl.load(p_end + o_h, mask=in_h, other=0.0)
-        b_p = tl.load(p_end + o_p, mask=in_p, other=0.0)  # the transpose of P
-        b_h = tl.dot(b_h, tl.trans(b_p), acc=b_end, input_precision="tf32")
-        tl.store(p_end + o_h, b_h, mask=in_h)
-
-
-def _is_aligned(x: Tensor) -> bool:
-    """Return whether tiles of x can be copied whole: there are rows, and they begin at multiples of 16 bytes."""
-    return x.shape[0] > 0 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-
-
 def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
     """Run `rows` of 16-bit values, none of which is a VERIFY, in chunks. Mutates `lines` and `o`."""
     if rows.num_rows == 0:
         return
-    heads, control, num_tokens = inputs.heads, rows.control, inputs.num_tokens
+    heads, num_tokens = inputs.heads, inputs.num_tokens
     num_heads, key_dim, value_dim = heads.num_value_heads, heads.key_dim, heads.value_dim
     transforms, factors = launch_transform(inputs, rows)
     block_k = max(SMALLEST_KEY, triton.next_power_of_2(key_dim))
     plan = choose_plan(heads, rows.num_rows, num_tokens, rows.max_length)
     in_parts = plan.num_parts > 1
-    num_ends = num_tokens // plan.part_length + 1 if in_parts else 0
-    size = (num_ends, num_heads, value_dim + max(value_dim, key_dim), key_dim)
-    ends = torch.empty(size, dtype=torch.float32, device=inputs.device)
-    tiles = key_dim == block_k and value_dim % BLOCK_V == 0 and all(map(_is_aligned, inputs.tokens))
+    ends = empty_ends(inputs, plan)
+    tiles = key_dim == block_k and value_dim % BLOCK_V == 0 and all(map(is_aligned, inputs.tokens))
 
     def advance(blocks: int, *, ends_only: bool) -> None:
         q_tiles = k_tiles = x_tiles = o_tiles = None
@@ -347,20 +301,7 @@ def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) 
     blocks = triton.cdiv(value_dim, BLOCK_V)
     if in_parts:
         advance(blocks + triton.cdiv(key_dim, BLOCK_V), ends_only=True)
-        join_blocks = triton.cdiv(value_dim, JOIN_BLOCK_V)
-        _join[(rows.num_rows * num_heads * join_blocks,)](
-            ends,
-            control,
-            plan.part_length,
-            HV=num_heads,
-            K=key_dim,
-            V=value_dim,
-            BLOCK_K=block_k,
-            BLOCK_V=JOIN_BLOCK_V,
-            STAGES=JOIN_STAGES,
-            num_warps=4,
-            num_stages=JOIN_STAGES,
-        )
+        join_parts(ends, inputs.heads, rows, plan)
     if tiles and can_walk(inputs):
         launch_walk(inputs, lines, rows, o, transforms, factors, ends, plan)
     else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from deltaline_kernels.device.chunks import find_chunk
 from deltaline_kernels.device.delta_rule.gates import log_decay, strength
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
-from deltaline_kernels.gated_delta.inverse import invert, places, store_block
+from deltaline_kernels.device.delta_rule.inverse import invert, places, store_block
 from deltaline_kernels.gated_delta.plan import CHUNK
 from deltaline_kernels.rows import Rows
 

@@ -1,8 +1,8 @@
-"""KDA in chunks of 16 tokens, for long rows of 16-bit values, in Triton.
+"""KDA in chunks of 64 tokens, for long rows of 16-bit values, in Triton.
 
 With what chunks are without a state (transform.py), and the state h before one:
 
-    U = T (V - keys h^T);  o = queries h^T + scores U;  h = total h + U^T rests
+    U = T (V + keys h^T);  o = queries h^T + scores U;  h = total h + U^T rests
 
 `_advance` walks through the chunks of a row with a block of its state in registers. It computes the transpose of what
 stands above: then each product's left operand is what the last one left in registers. No product has more than 32 rows:
@@ -15,16 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
+from deltaline_kernels.device.delta_rule.parts import empty_ends, join_parts
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.waypoints import TOKENS, find_waypoint, keep_state
-from deltaline_kernels.kda.transform import CHUNK, SMALLEST_KEY, launch_transform
+from deltaline_kernels.kda.hopper_chunk import fits_walk, launch_walk
+from deltaline_kernels.kda.hopper_transform import on_hopper
+from deltaline_kernels.kda.plan import CHUNK, choose_plan
+from deltaline_kernels.kda.transform import SMALLEST_KEY, launch_transform
 from deltaline_kernels.rows import Rows, StateLines
 
-# Rows of a head's state per program, 16 of them a warp's. Chosen by reasoning, not measured yet: 64 heads of 128 values
-# fill a GPU with one row, and a larger block of fewer programs would leave each chunk's products waiting longer.
-BLOCK_V, WARPS, STAGES = 32, 2, 3
+# Rows of a head's state per program. Chosen by reasoning, not measured.
+BLOCK_V, WARPS, STAGES = 32, 4, 2
 # Of larger keys a program's part of the state would not fit in its registers.
 LARGEST_KEY = 128
 
@@ -88,7 +91,7 @@ def _advance(
         b_v = tl.load(v + o_t * v_stride + i_hv * V + o_v[:, None], mask=inside, other=0.0)  # (BLOCK_V, CHUNK)
 
         b_hd = b_h.to(b_k.dtype)
-        b_new = b_v.to(tl.float32) - tl.dot(b_hd, tl.trans(b_k))
+        b_new = b_v.to(tl.float32) + tl.dot(b_hd, tl.trans(b_k))
         b_u = tl.dot(b_new.to(b_k.dtype), tl.trans(b_t)).to(b_k.dtype)
         b_o = tl.dot(b_u, tl.trans(b_s), acc=tl.dot(b_hd, tl.trans(b_q)))
         tl.store(o + (o_t * HV + i_hv) * V + o_v[:, None], b_o.to(o.dtype.element_ty), mask=inside)
@@ -120,6 +123,14 @@ def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) 
         return
     heads = inputs.heads
     chunks = launch_transform(inputs, rows)
+    if on_hopper(inputs) and fits_walk(inputs):
+        plan = choose_plan(heads, rows.num_rows, inputs.num_tokens, rows.max_length)
+        ends = empty_ends(inputs, plan)
+        if plan.num_parts > 1:
+            launch_walk(inputs, lines, rows, o, chunks, ends, plan, ends_only=True)
+            join_parts(ends, heads, rows, plan)
+        launch_walk(inputs, lines, rows, o, chunks, ends, plan, ends_only=False)
+        return
     _advance[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, BLOCK_V),)](
         tuple(chunks),
         inputs.v,

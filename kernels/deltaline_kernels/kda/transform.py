@@ -1,14 +1,16 @@
-"""What chunks of 16 tokens of KDA are without a state before them, all chunks at once, in Triton.
+"""What chunks of 64 tokens of KDA are without a state before them, all chunks at once, in Triton.
 
 With G_i = g_1 + .. + g_i per key channel, and S_ij = G_i - G_j, of normalised q and k:
 
     A_ij = sum over channels of exp(S_ij) k_i k_j;  T = (I + diag(beta) tril(A, -1))^-1 diag(beta)
     scores = tril(sum over channels of exp(S_ij) q_i k_j)
-    queries = exp(G_i) q_i;  keys = exp(G_i) k_i;  rests = exp(S_Cj) k_j;  total = exp(G_C)
+    queries = exp(G_i) q_i;  keys = -exp(G_i) k_i;  rests = exp(S_Cj) k_j;  total = exp(G_C)
 
-exp(G_i) exp(-G_j) would overflow with strong decays. So pairs are cut by their last common block of 2, 4, 8 or 16
-tokens: exp(S_ij) is what i has lost since the middle of that block times what j loses until there, neither above 1, and
-the pairs of one size of block are one product. Sums of gates are products with zeros and ones: no difference cancels.
+exp(G_i) exp(-G_j) would overflow with strong decays. So pairs are cut by their last common block of 2, 4, .. 64 tokens:
+exp(S_ij) is what i has lost since the middle of that block times what j loses until there, neither above 1, and the
+pairs of one size of block are one product. Sums of gates are products with zeros and ones: no difference cancels.
+
+`launch_transform` finds all that in two launches: T is what `_invert` makes of A, which waits in T's memory.
 """
 
 from typing import NamedTuple
@@ -21,15 +23,18 @@ from torch import Tensor
 from deltaline_kernels.device.chunks import find_chunk
 from deltaline_kernels.device.delta_rule.gates import key_log_decay, read_strength
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
+from deltaline_kernels.device.delta_rule.inverse import invert, places, store_block
+from deltaline_kernels.kda.hopper_transform import launch_pairs, on_hopper
+from deltaline_kernels.kda.plan import CHUNK
 from deltaline_kernels.rows import Rows
 
-# As many as fit the smallest operand of a matrix instruction: all larger chunks would cost their unused half.
-CHUNK = 16
-# Halves of blocks: of 2, 4, 8 and 16 tokens.
-LEVELS = tl.constexpr(4)
+# Halves of blocks: of 2, 4, .. 64 tokens.
+LEVELS = tl.constexpr(6)
 SMALLEST_KEY = 16
-# Key channels at once: what a warp holds of the tokens leaves room for their products.
-STRIP = 32
+# Key channels at once. With two warps products are synchronous: see chunk.py.
+STRIP, WARPS = 32, 2
+# Of blocks of A, and for their inverse.
+BLOCK, INVERT_REGISTERS = 16, 168
 # A log decay below this leaves nothing either, and times 0 it is 0.
 LOWEST = tl.constexpr(-1e4)
 # The bits of fp32 that a matrix instruction reads as TF32.
@@ -75,20 +80,6 @@ def _is_cut(o_i, o_j, half: tl.constexpr):
 
 
 @triton.jit
-def _invert(system, o_i, o_j):
-    """Return (I + system)^-1 of a strictly lower triangular `[CHUNK, CHUNK]`.
-
-    A block is [[X, 0], [N, Y]]; its inverse has -Y^-1 N X^-1 below the inverses of X and Y.
-    """
-    inverse = tl.where(o_i == o_j, 1.0, 0.0) - tl.where(_is_cut(o_i, o_j, 1), system, 0.0)
-    for level in tl.static_range(1, LEVELS):
-        below = tl.where(_is_cut(o_i, o_j, 1 << level), system, 0.0)
-        known = tl.dot(below, inverse, input_precision="tf32x3")
-        inverse -= tl.dot(inverse, known, input_precision="tf32x3")
-    return inverse
-
-
-@triton.jit
 def _inverse_norm(p_x, stride, in_t, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return 1 / |x| of the tokens' K channels at p_x `[CHUNK, 1]`, as their rows are `stride` apart."""
     o_k = tl.arange(0, BLOCK_K)[None, :]
@@ -107,7 +98,6 @@ def _transform(
     query_scale,
     eps,
     a_stride,
-    b_stride,
     strides,
     lower_bound,
     H: tl.constexpr,
@@ -120,8 +110,9 @@ def _transform(
     NORM: tl.constexpr,
 ):
     q, k, _ = tokens
-    a, b, A_log, dt_bias = gates
+    a, _, A_log, dt_bias = gates
     queries, keys, rests, all_scores, transforms, total = chunks
+    dtype: tl.constexpr = queries.dtype.element_ty
     q_stride, k_stride, _ = strides
     i_slot = tl.program_id(0) // HV
     i_hv = tl.program_id(0) % HV
@@ -170,21 +161,62 @@ def _transform(
             before = tl.exp(_sum_gates(o_j <= o_i, high, low))
             behind = tl.exp(_sum_gates(o_j > o_i, high, low))
             o_x = (place * CHUNK + o_i) * K + o_k
-            dtype = queries.dtype.element_ty
             in_x = (o_i >= 0) & (o_k < K)
             tl.store(queries + o_x, (b_q * before).to(dtype), mask=in_x)
-            tl.store(keys + o_x, (b_k * before).to(dtype), mask=in_x)
+            tl.store(keys + o_x, (-b_k * before).to(dtype), mask=in_x)
             tl.store(rests + o_x, (b_k * behind).to(dtype), mask=in_x)
             o_total = i_k + tl.arange(0, STRIP)
             tl.store(total + place * K + o_total, tl.exp(tl.sum(g, axis=0)), mask=o_total < K)
 
+        o_m = (place * CHUNK + o_i) * CHUNK + o_j
+        tl.store(all_scores + o_m, scores.to(dtype))
+        p_pairs = transforms.to(tl.pointer_type(tl.float16)) + o_m
+        tl.store(p_pairs, system.to(tl.float16), mask=o_i >= o_j)
+
+
+# One compiled variant whatever rows a batch has: nothing is compiled while serving.
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["control"])
+def _invert(
+    b,
+    control,
+    transforms,
+    num_rows,
+    b_stride,
+    HV: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RAW: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = CHUNK // BLOCK
+    i_slot = tl.program_id(0) // HV
+    i_hv = tl.program_id(0) % HV
+    first, end, is_here = find_chunk(control, num_rows, i_slot, CHUNK)
+    if is_here:
+        o_b = places(BLOCK)
+        p_transform = transforms + tl.program_id(0).to(tl.int64) * (CHUNK * CHUNK)
+        p_pairs = p_transform.to(tl.pointer_type(tl.float16))
+        pairs = ()
+        for i in tl.static_range(BLOCKS):
+            for j in tl.static_range(i + 1):
+                o_i, o_j = i * BLOCK + o_b[:, None], j * BLOCK + o_b[None, :]
+                # As a symmetric matrix, of which only the lower half is there.
+                pairs = pairs + (tl.load(p_pairs + tl.maximum(o_i, o_j) * CHUNK + tl.minimum(o_i, o_j)),)
         # Behind the row's end keys and values are zero, and so is what any strength makes of them.
+        o_c = tl.arange(0, CHUNK)
         p_b = b + (first + o_c).to(tl.int64) * b_stride + i_hv
         beta = read_strength(tl.load(p_b, mask=first + o_c < end, other=0.0), RAW)
-        inverse = _invert(system * beta[:, None], o_i, o_j) * beta[None, :]
-        o_m = (place * CHUNK + o_i) * CHUNK + o_j
-        tl.store(transforms + o_m, inverse.to(transforms.dtype.element_ty))
-        tl.store(all_scores + o_m, scores.to(all_scores.dtype.element_ty))
+        # What `invert` asks for lies in the right half of T's first rows, zeros in the end: 16 tokens a row. The decays
+        # are in A already.
+        p_told = p_transform.to(tl.pointer_type(tl.float32))
+        p_told += CHUNK // 4 + o_c // BLOCK * (CHUNK // 2) + o_c % BLOCK
+        tl.store(p_told, tl.zeros((CHUNK,), tl.float32))
+        tl.store(p_told + BLOCKS * (CHUNK // 2), beta)
+        tl.debug_barrier()
+        invert(p_transform, pairs, o_b, BLOCKS, BLOCK)
+        tl.debug_barrier()
+        for i in tl.static_range(BLOCKS):
+            for j in tl.static_range(i + 1, BLOCKS):
+                store_block(p_transform, tl.zeros((BLOCK, BLOCK), tl.float32), o_b, i, j, BLOCK, CHUNK)
 
 
 def launch_transform(inputs: DeltaInputs, rows: Rows) -> Chunks:
@@ -200,24 +232,44 @@ def launch_transform(inputs: DeltaInputs, rows: Rows) -> Chunks:
     total = torch.empty((num_slots, num_heads, key_dim), dtype=torch.float32, device=device)
     chunks = Chunks(queries, keys, rests, scores, transforms, total)
     block_k = max(SMALLEST_KEY, triton.next_power_of_2(key_dim))
-    _transform[(num_slots * num_heads,)](
-        inputs.tokens,
-        inputs.gates,
+    scale, eps, a_stride, b_stride = inputs.numbers
+    if on_hopper(inputs):
+        launch_pairs(inputs, rows, tuple(chunks))
+    else:
+        _transform[(num_slots * num_heads,)](
+            inputs.tokens,
+            inputs.gates,
+            rows.control,
+            tuple(chunks),
+            rows.num_rows,
+            scale,
+            eps,
+            a_stride,
+            inputs.strides,
+            inputs.lower_bound,
+            H=heads.num_key_heads,
+            HV=num_heads,
+            K=key_dim,
+            BLOCK_K=block_k,
+            CHUNK=CHUNK,
+            STRIP=min(STRIP, block_k),
+            RAW=inputs.A_log is None,
+            NORM=inputs.normalize,
+            num_warps=WARPS,
+            num_stages=1,
+        )
+    _invert[(num_slots * num_heads,)](
+        inputs.b,
         rows.control,
-        tuple(chunks),
+        transforms,
         rows.num_rows,
-        *inputs.numbers,
-        inputs.strides,
-        inputs.lower_bound,
-        H=heads.num_key_heads,
+        b_stride,
         HV=num_heads,
-        K=key_dim,
-        BLOCK_K=block_k,
         CHUNK=CHUNK,
-        STRIP=min(STRIP, block_k),
+        BLOCK=BLOCK,
         RAW=inputs.A_log is None,
-        NORM=inputs.normalize,
         num_warps=1,
         num_stages=1,
+        maxnreg=INVERT_REGISTERS,
     )
     return chunks

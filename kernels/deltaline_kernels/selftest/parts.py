@@ -5,6 +5,8 @@ from torch import Tensor
 
 from deltaline_kernels.gated_delta import gated_delta
 from deltaline_kernels.gated_delta.plan import choose_plan
+from deltaline_kernels.kda import kda
+from deltaline_kernels.kda.plan import choose_plan as choose_keyed_plan
 from deltaline_kernels.mamba2 import mamba2
 from deltaline_kernels.mamba2.inputs import MambaHeads
 from deltaline_kernels.mamba2.plan import choose_plan as choose_mamba_plan
@@ -16,10 +18,12 @@ LONG = 4096
 
 
 def has_parts(shapes: Shapes) -> bool:
-    """Whether one long row is computed in parts; in fp32 that of Mamba2 never is."""
+    """Whether one long row is computed in parts; in fp32 those of KDA and Mamba2 never are."""
     heads = shapes.heads
-    if shapes.recurrence in ("kda", "mamba1", "short_conv"):
+    if shapes.recurrence in ("mamba1", "short_conv"):
         return False
+    if shapes.recurrence == "kda":
+        return shapes.dtype is not torch.float32 and choose_keyed_plan(heads, 1, LONG, LONG).num_parts > 1
     if shapes.recurrence == "gated_delta":
         return choose_plan(heads, 1, LONG, LONG).num_parts > 1
     sizes = MambaHeads(heads.num_key_heads, heads.num_value_heads, heads.value_dim, heads.key_dim)
@@ -33,7 +37,9 @@ def run_in_parts(fill: Fill, shapes: Shapes, device: torch.device | str) -> tupl
     num_heads = heads.num_value_heads
     x, _, b, a = projected(fill, LONG, shapes).split((heads.channels, heads.value_channels, num_heads, num_heads), 1)
     x = x.contiguous()  # as the convolution leaves it
-    gates = fill(3, num_heads)
+    A_log, dt_bias, D = fill(num_heads), fill(heads.num_decays), fill(num_heads)
+    if heads.keyed:
+        a = fill(LONG, heads.num_decays).to(shapes.dtype)
     state = fill(3, num_heads, heads.value_dim, heads.key_dim).to(shapes.state_dtype)
     drafts, results = torch.zeros(3, 2, 1, heads.record, device=device), []
     if shapes.is_mamba:
@@ -44,8 +50,9 @@ def run_in_parts(fill: Fill, shapes: Shapes, device: torch.device | str) -> tupl
         rows = Rows.build(*fields, max_short=max_short, device=device, waypoints=waypoints)
         own = state.clone()
         if shapes.is_mamba:
-            o = mamba2(x, a, gates[0], gates[1], gates[2], own, drafts, rows, num_groups=heads.num_key_heads)
+            o = mamba2(x, a, A_log, dt_bias, D, own, drafts, rows, num_groups=heads.num_key_heads)
         else:
-            o = gated_delta(x, a, b, gates[0], gates[1], own, drafts, rows, num_key_heads=heads.num_key_heads)
+            operation = kda if heads.keyed else gated_delta
+            o = operation(x, a, b, A_log, dt_bias, own, drafts, rows, **shapes.options)
         results.append([o, own[1:2]])
     return results[0] + results[1], 2 * results[2]

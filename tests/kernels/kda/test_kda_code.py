@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,26 +14,77 @@ from rigs.kernels.batches import Row
 from rigs.kernels.compiled import compile_launches, on_meta
 from rigs.kernels.kda_batches import KdaLayer, make_kda_batch
 from rigs.kernels.paths import Path
+from rigs.kernels.walks import ALIGNED, cut_rows
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none"
 )
+LAYER = KdaLayer(H=1, HV=1, K=128, V=128)
+# Registers that an instruction writes, by the width that its name says.
+WIDTHS = {".64": 2, ".128": 4}
+WRITES = re.compile(r"^(?:@!?U?P\w+ )?([A-Z]\S*) (?:U?P\w+, )*R(\d+)\b")
+PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
+WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)")
 
 
 def compile_rows(monkeypatch: pytest.MonkeyPatch, layer: KdaLayer, dtype: torch.dtype) -> list[Any]:
     """Return what a short and a long row launch."""
     pytest.importorskip("triton", reason="triton is not installed")
-    batch = make_kda_batch([Row(1), Row(70)], Path("cpu", dtype), layer, padding=8)
+    batch = make_kda_batch([Row(1), Row(70)], Path("cpu", dtype), layer, padding=ALIGNED, max_short=1)
     moved = batch.replaced(**{field.name: on_meta(getattr(batch, field.name)) for field in fields(batch)})
     return compile_launches(monkeypatch, moved.run_public)
 
 
-def test_products_of_chunks_are_synchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+@cache
+def compile_parts() -> dict[str, list[str]]:
+    """Return the instructions of what a long row in parts launches, by its name."""
+    chunk = pytest.importorskip("deltaline_kernels.kda.chunk", reason="triton is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        cut_rows(patch, chunk, 64)
+        _, pairs, inverse, ends, join, walk = compile_rows(patch, LAYER, torch.bfloat16)
+    kernels = {"pairs": pairs, "inverse": inverse, "ends": ends, "join": join, "walk": walk}
+    return {name: [x.split("\t")[-1].strip() for x in of.asm["sass"].splitlines()] for name, of in kernels.items()}
+
+
+def test_long_rows_take_the_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = compile_rows(monkeypatch, LAYER, torch.bfloat16)
+    assert [kernel.metadata.name for kernel in kernels] == ["_recurrent", "pair_kernel", "_invert", "walk_kernel"]
+
+
+def test_other_products_of_chunks_are_synchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of asynchronous ones the assembler may overwrite operands in registers: docs/kernels.md."""
-    kernels = compile_rows(monkeypatch, KdaLayer(H=1, HV=1, K=128, V=128), torch.bfloat16)
-    assert [kernel.metadata.name for kernel in kernels] == ["_recurrent", "_transform", "_advance"]
+    kernels = compile_rows(monkeypatch, KdaLayer(H=1, HV=1, K=70, V=35), torch.bfloat16)
+    assert [kernel.metadata.name for kernel in kernels] == ["_recurrent", "_transform", "_invert", "_advance"]
     for kernel in kernels[1:]:
         assert "mma.sync" in kernel.asm["ptx"] and "wgmma" not in kernel.asm["ptx"]
+
+
+def test_operands_of_pairs_are_in_shared_memory() -> None:
+    products = [line for line in compile_parts()["pairs"] if "HGMMA" in line]
+    assert products and not [line for line in products if PRODUCT.search(line)]
+
+
+@pytest.mark.parametrize("name", ["ends", "walk"])
+def test_walks_spill_nothing_and_overwrite_no_operand_of_a_running_product(name: str) -> None:
+    """The state and the updates are operands in registers, which an assembler may hand to something else too early."""
+    running: list[set[int]] = [set()]
+    num_products = 0
+    for line in compile_parts()[name]:
+        assert not re.search(r"\b(LDL|STL)\b", line), line
+        if "HGMMA" in line:
+            if found := PRODUCT.search(line):
+                num_products += 1
+                running[-1] |= set(range(int(found[1]), int(found[1]) + 4))
+            if "gsb0" in line:
+                running.append(set())
+        elif found := WAIT.search(line):
+            # All but so many groups of products have ended.
+            running = running[max(0, len(running) - 1 - int(found[1])) :]
+        elif (found := WRITES.match(line)) and not found[1].startswith(("ST", "SYNCS")):
+            width = next((count for suffix, count in WIDTHS.items() if suffix in found[1]), 1)
+            written = set(range(int(found[2]), int(found[2]) + width))
+            assert not written & set().union(*running), line
+    assert num_products > 0
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(64, torch.float32), (256, torch.bfloat16)], ids=["fp32", "keys-of-256"])

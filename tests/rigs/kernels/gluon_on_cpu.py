@@ -31,6 +31,13 @@ class Pointer:
     def __sub__(self, offset: Any) -> Pointer:
         return self.__add__(-offset)
 
+    def to(self, dtype: torch.dtype) -> Pointer:
+        """Return a pointer to values of another dtype of the same size."""
+        assert dtype.itemsize == self.memory.dtype.itemsize
+        moved = self + 0
+        moved.memory, moved.dtype = self.memory.view(dtype), types.SimpleNamespace(element_ty=dtype)
+        return moved
+
     def places(self, mask: Any) -> tuple[Tensor, Tensor]:
         """Return the mask and the offsets, 0 where it is not set."""
         mask = torch.as_tensor(True if mask is None else mask)
@@ -150,6 +157,7 @@ def _language(program: Callable[[], int]) -> types.SimpleNamespace:
         SliceLayout=_layout,
         BlockedLayout=_layout,
         SwizzledSharedLayout=_layout,
+        NVMMASharedLayout=_layout,
         arange=lambda start, end, layout: torch.arange(start, end),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
@@ -163,6 +171,14 @@ def _language(program: Callable[[], int]) -> types.SimpleNamespace:
         maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)),
         sum=lambda x, axis: x.sum(axis),
         max=lambda x, axis: x.amax(axis),
+        min=lambda x, axis: x.amin(axis),
+        associative_scan=lambda x, axis, _add: x.cumsum(axis),
+        reshape=torch.reshape,
+        expand_dims=torch.unsqueeze,
+        abs=torch.abs,
+        rsqrt=torch.rsqrt,
+        pointer_type=lambda dtype: dtype,
+        float16=torch.float16,
         exp=torch.exp,
         exp2=torch.exp2,
         log2=torch.log2,
@@ -174,6 +190,8 @@ def _language(program: Callable[[], int]) -> types.SimpleNamespace:
 
 def run_on_cpu(kernel: Any, grid: int, arguments: dict[str, Any]) -> None:
     """Run `grid` programs of a `gluon.jit` kernel; the arguments' tensors are passed as pointers."""
+    from triton.language import constexpr
+
     programs = [0]
     barriers = types.SimpleNamespace(init=_nothing, expect=_nothing, wait=_nothing, MBarrierLayout=_layout)
     copies = types.SimpleNamespace(
@@ -197,7 +215,9 @@ def run_on_cpu(kernel: Any, grid: int, arguments: dict[str, Any]) -> None:
     def rebuild(function: Any) -> Callable[..., Any]:
         raw = function.fn
         helpers = {name: rebuild(raw.__globals__[name]) for name in raw.__code__.co_names if _is_kernel(raw, name)}
-        return types.FunctionType(raw.__code__, {**raw.__globals__, **names, **helpers}, raw.__name__, raw.__defaults__)
+        constants = {name: value.value for name, value in raw.__globals__.items() if isinstance(value, constexpr)}
+        known = {**raw.__globals__, **constants, **names, **helpers}
+        return types.FunctionType(raw.__code__, known, raw.__name__, raw.__defaults__)
 
     run = rebuild(kernel)
     told = {name: _to_cpu(x) for name, x in arguments.items()}
