@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -76,9 +77,11 @@ async def _walk(shape: Shape, rows: Sequence[int], tokens: int, steps: int, seed
             reply_bytes=WAITING_BYTES,
             queue_bytes=WAITING_BYTES,
         )
+        print("the server starts ...", file=sys.stderr, flush=True)
         begin_s = time.monotonic()
         async with Server(config) as server:
             ready_s = time.monotonic() - begin_s
+            print(f"ready after {ready_s:.1f} s; random steps ...", file=sys.stderr, flush=True)
             url = f"http://127.0.0.1:{server.metrics_port}/metrics"
             before = await asyncio.to_thread(read_metrics, url)
             async with AsyncClient(f"unix:{socket}") as client:
