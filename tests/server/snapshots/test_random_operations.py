@@ -85,12 +85,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Issued:
-    """A step that was taken: what its row will be in batches."""
+    """A step that was taken, or what is left of it: what its row will be in batches. length: its tokens."""
 
     step: int
     kind: RowKind
     replayed: int
     position: int
+    length: int
 
 
 @dataclass
@@ -165,6 +166,9 @@ class World:
             known = self.known[handle]
             issued = known.issued[span].popleft()
             length = int(np.diff(batch.control[0])[row])
+            if length < issued.length:  # a prefill is cut where another principal's turn is
+                rest = replace(issued, replayed=0, position=issued.position + length, length=issued.length - length)
+                known.issued[span].appendleft(rest)
             committed = 0 if issued.kind is VERIFY else length
             expected.append((known, row, committed, issued))
 
@@ -267,7 +271,7 @@ class World:
                 at.position, at.pending, at.replay = at.position + commit, 0, commit
             at.step += 1
             fields.append((handle, kind, at.step, at.position, commit))
-            self.known[handle].issued[span].append(Issued(at.step, kind, at.replay, at.position))
+            self.known[handle].issued[span].append(Issued(at.step, kind, at.replay, at.position, length))
             at.replay = 0
             if kind is VERIFY:
                 at.pending = length
