@@ -1,39 +1,36 @@
-"""Which tile of a layer's state a program of the Mamba-1 kernel holds."""
+"""Which tile of a layer's state a program of the Mamba-1 kernel holds, and of how many rows, one after another."""
 
 from dataclasses import dataclass
 
-from deltaline_kernels.device.sizes import cdiv, pow2
+from deltaline_kernels.device.sizes import pow2
 from deltaline_kernels.mamba1.inputs import ScanSizes
 
-# Of the one warp of a program: what it loads of a state at once, 16 bytes a thread, of a row's at most so many.
-WARP_BYTES, ROW_BYTES = 512, 128
-# Values of the state in a thread's registers, beside as many rates; fewer where so many programs would not be had,
-# 16 warps of each multiprocessor of an H200.
-VALUES, PROGRAMS = 16, 2112
+PIECE = 4
+# States of a channel in a thread.
+MOST_STATES = 16
 
 
 @dataclass(frozen=True)
 class Tile:
-    """`parts` parts of `sub` channels each, whose states are in blocks of `block_s`."""
+    """`split` threads a channel; so many rows by a program; so many tokens of a row on their way at once."""
 
-    parts: int
-    sub: int
-    block_s: int
+    split: int
+    rows: int = 1
+    at_once: int = 1
+    num_warps: int = 1
+    ahead: bool = True
+    max_registers: int | None = None
 
     @property
     def channels(self) -> int:
-        return self.parts * self.sub
+        return 32 * self.num_warps // self.split
+
+    def pieces(self, state_dim: int) -> int:
+        """Return in how many pieces a thread has its states of a channel."""
+        return max(1, pow2(state_dim) // (PIECE * self.split))
 
 
-def choose_tile(sizes: ScanSizes, num_rows: int, state_bytes: int) -> Tile:
-    """Return the tile for so many rows, with states whose values have so many bytes each.
-
-    By reasoning from the tiles of Mamba2's decode; not measured yet.
-    """
-    block_s = max(16, min(ROW_BYTES // state_bytes, pow2(sizes.state_dim)))
-    sub = WARP_BYTES // (block_s * state_bytes)
-    parts = 32 * VALUES // (sub * block_s * cdiv(sizes.state_dim, block_s))
-    parts = max(1, min(parts, pow2(cdiv(sizes.group_channels, sub))))
-    while parts > 1 and num_rows * sizes.num_groups * cdiv(sizes.group_channels, parts * sub) < PROGRAMS:
-        parts //= 2
-    return Tile(parts, sub, block_s)
+def choose_tile(sizes: ScanSizes, num_rows: int, max_length: int, *, short: bool) -> Tile:
+    """Return the tile for so many rows of at most so many tokens."""
+    least = max(1, pow2(sizes.state_dim) // MOST_STATES)
+    return Tile(least)
