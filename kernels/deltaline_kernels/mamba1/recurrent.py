@@ -355,7 +355,20 @@ def _scan(
                 later = _load_tokens(pointers, strides, True, o_c, P, S, HAS_Z, CH, SPLIT, PIECES, AT_ONCE)
             for j in tl.static_range(AT_ONCE):
                 tile, b, updates, steps = _run_token(
-                    now[j], tile, rates, bias, skip, p_y + j * (G * P), o_c, P, SOFTPLUS, HAS_Z, EXACT, CH, SPLIT, PIECES
+                    now[j],
+                    tile,
+                    rates,
+                    bias,
+                    skip,
+                    p_y + j * (G * P),
+                    o_c,
+                    P,
+                    SOFTPLUS,
+                    HAS_Z,
+                    EXACT,
+                    CH,
+                    SPLIT,
+                    PIECES,
                 )
                 if SHORT:
                     if records:

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from deltaline_kernels.device.state_tile import below
 
+
 @triton.jit
 def _piece(j: tl.constexpr, SPLIT: tl.constexpr):
     """Return which states piece j of each thread has, `[1, SPLIT, 4]`."""
@@ -101,7 +102,7 @@ def _apart(piece, CH: tl.constexpr, SPLIT: tl.constexpr):
 
 @triton.jit
 def multiply(tile, c, CH: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr):
-    """Return h C, `[CH, 1]`: pieces first, then the upper half of the pieces is added to the lower one, and so on."""
+    """Return h C, `[CH, 1]`: pieces first, then the upper half of all pieces is added to the lower one, and so on."""
     sums = ()
     for j in tl.static_range(PIECES):
         h, keys = _apart(tile[j], CH, SPLIT), _apart(c[j], CH, SPLIT)
@@ -115,4 +116,5 @@ def multiply(tile, c, CH: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexp
         for j in tl.static_range(PIECES // 2 ** (level + 1)):
             folded = folded + (sums[j] + sums[j + PIECES // 2 ** (level + 1)],)
         sums = folded
+    # The threads' sums by the same rule: so does a GPU, of the lanes of a warp.
     return tl.sum(sums[0], axis=1, keep_dims=True)
