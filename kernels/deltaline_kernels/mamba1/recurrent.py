@@ -28,8 +28,10 @@ from deltaline_kernels.mamba1.tile import (
     advance,
     load_channels,
     load_keys,
+    load_pairs,
     load_states,
     multiply,
+    pairs_to_fp32,
     store_states,
 )
 from deltaline_kernels.rows import Rows, StateLines
@@ -56,29 +58,53 @@ def _find_tokens(
 
 
 @triton.jit
-def _load_tokens(
+def _load_token(
     pointers,
     strides,
+    j: tl.constexpr,
     mask,
     o_c,
     P: tl.constexpr,
     S: tl.constexpr,
     HAS_Z: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Return B, C, x, dt and z of the j-th token from `pointers` on, as they come; anything where `mask` is not set."""
+    p_b, p_c = pointers[0] + j * strides[2], pointers[1] + j * strides[2]
+    if PAIRS:
+        b, c = load_pairs(p_b, mask, CH, SPLIT, PIECES), load_pairs(p_c, mask, CH, SPLIT, PIECES)
+    else:
+        b, c = load_keys(p_b, mask, S, CH, SPLIT, PIECES), load_keys(p_c, mask, S, CH, SPLIT, PIECES)
+    inside = mask & below(o_c, P, CH)
+    values = tl.load(pointers[2] + j * strides[0], mask=inside)
+    steps = tl.load(pointers[3] + j * strides[1], mask=inside)
+    gates = tl.load(pointers[4] + j * strides[3], mask=inside) if HAS_Z else values
+    return b, c, values, steps, gates
+
+
+@triton.jit
+def _load_tokens(
+    pointers,
+    strides,
+    count,
+    o_c,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    PAIRS: tl.constexpr,
     CH: tl.constexpr,
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Return B, C, x, dt and z of AT_ONCE tokens, as they come; anything where `mask` is not set."""
-    inside = mask & below(o_c, P, CH)
+    """Return AT_ONCE tokens from `pointers` on, of which the first `count` are there."""
     loaded = ()
     for j in tl.static_range(AT_ONCE):
-        b = load_keys(pointers[0] + j * strides[2], mask, S, CH, SPLIT, PIECES)
-        c = load_keys(pointers[1] + j * strides[2], mask, S, CH, SPLIT, PIECES)
-        values = tl.load(pointers[2] + j * strides[0], mask=inside)
-        steps = tl.load(pointers[3] + j * strides[1], mask=inside)
-        gates = tl.load(pointers[4] + j * strides[3], mask=inside) if HAS_Z else values
-        loaded = loaded + ((b, c, values, steps, gates),)
+        token = _load_token(pointers, strides, j, j < count, o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES)
+        loaded = loaded + (token,)
     return loaded
 
 
@@ -95,12 +121,18 @@ def _run_token(
     SOFTPLUS: tl.constexpr,
     HAS_Z: tl.constexpr,
     EXACT: tl.constexpr,
+    KIND: tl.constexpr,
     CH: tl.constexpr,
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Write a token's output to p_y; return the tile after it, and its B, u and d."""
-    b, c, values = to_fp32(token[0], PIECES), to_fp32(token[1], PIECES), token[2].to(tl.float32)
+    """Write a token's output to p_y; return the tile after it, and its B, u and d. KIND is that of pairs, or None."""
+    if KIND is None:
+        b, c = to_fp32(token[0], PIECES), to_fp32(token[1], PIECES)
+    else:
+        b = pairs_to_fp32(token[0], KIND, CH, SPLIT, PIECES)
+        c = pairs_to_fp32(token[1], KIND, CH, SPLIT, PIECES)
+    values = token[2].to(tl.float32)
     steps = token[3].to(tl.float32) + bias
     if SOFTPLUS:
         steps = softplus(steps)
@@ -163,6 +195,56 @@ def _store_record(
 
 
 @triton.jit
+def _step(
+    token,
+    tile,
+    rates,
+    bias,
+    skip,
+    p_y,
+    p_draft,
+    records,
+    lines,
+    control,
+    control_stride,
+    i_row,
+    t,
+    i_block,
+    i_group,
+    o_c,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    EXACT: tl.constexpr,
+    LINE_SHIFT: tl.constexpr,
+    APART: tl.constexpr,
+    SHORT: tl.constexpr,
+    TABLE: tl.constexpr,
+    KIND: tl.constexpr,
+    CH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Return the tile after a row's token t; write its output, its record if the row keeps any, and its line."""
+    tile, b, updates, steps = _run_token(
+        token, tile, rates, bias, skip, p_y, o_c, P, SOFTPLUS, HAS_Z, EXACT, KIND, CH, SPLIT, PIECES
+    )
+    if SHORT:
+        if records:
+            # B is shared by the programs of a group: one of them records it.
+            _store_record(p_draft, b, updates, steps, i_block == 0, i_group, o_c, G, P, S, CH, SPLIT, PIECES)
+    if TABLE:
+        # What is stored is rounded, the tile that goes on is not.
+        line = tl.load(control + (TOKEN_LINES + t) * control_stride + i_row).to(tl.int64)
+        if line > 0:
+            p_token_line = find_written(lines, line - LINE_SHIFT, i_group, P * S, APART)
+            store_states(p_token_line, tile, o_c, P, S, CH, SPLIT, PIECES)
+    return tile
+
+
+@triton.jit
 def _load_start(
     tokens,
     strides,
@@ -178,18 +260,21 @@ def _load_start(
     S: tl.constexpr,
     LINE_SHIFT: tl.constexpr,
     HAS_Z: tl.constexpr,
+    PAIRS: tl.constexpr,
     CH: tl.constexpr,
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Return a row, the state that it reads and, if it has so many, its first AT_ONCE tokens; if `mask` is set."""
+    """Return a row, the state that it reads and its first AT_ONCE tokens, which are there only if `mask` is set."""
     row = load_row(control, control_stride, i_row)
     p_state = find_state(lines, row[2] - LINE_SHIFT, i_group, P * S)
     raw = load_states(p_state, mask & (row[2] > 0), o_c, P, S, CH, SPLIT, PIECES)
     pointers = _find_tokens(tokens, strides, row[0], i_group, o_c, G, P, S, SPLIT)
-    has_tokens = mask & (row[1] >= AT_ONCE)
-    return row, raw, _load_tokens(pointers, strides, has_tokens, o_c, P, S, HAS_Z, CH, SPLIT, PIECES, AT_ONCE)
+    waiting = _load_tokens(
+        pointers, strides, tl.where(mask, row[1], 0), o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE
+    )
+    return row, raw, waiting
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -221,6 +306,7 @@ def _scan(
     TABLE: tl.constexpr,
     ONE: tl.constexpr,
     UNIT: tl.constexpr,
+    PAIRS: tl.constexpr,
     CH: tl.constexpr,
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
@@ -230,6 +316,7 @@ def _scan(
 ):
     RECORD: tl.constexpr = G * S + 2 * G * P
     NUM_BLOCKS: tl.constexpr = (P + CH - 1) // CH
+    KIND: tl.constexpr = tokens[2].dtype.element_ty if PAIRS else None
     # A multiple of UNIT and, for all the compiler knows, of no more.
     strides = (strides[0], strides[1], strides[2] * UNIT, strides[3])
     i_block = tl.program_id(0) % NUM_BLOCKS
@@ -256,6 +343,7 @@ def _scan(
             S,
             LINE_SHIFT,
             HAS_Z,
+            PAIRS,
             CH,
             SPLIT,
             PIECES,
@@ -288,6 +376,7 @@ def _scan(
                 S,
                 LINE_SHIFT,
                 HAS_Z,
+                PAIRS,
                 CH,
                 SPLIT,
                 PIECES,
@@ -313,6 +402,7 @@ def _scan(
                 S,
                 LINE_SHIFT,
                 HAS_Z,
+                PAIRS,
                 CH,
                 SPLIT,
                 PIECES,
@@ -346,44 +436,83 @@ def _scan(
                 store_states(p_new, tile, o_c, P, S, CH, SPLIT, PIECES)
 
         p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half)
-        whole = n // AT_ONCE * AT_ONCE
-        for first in range(0, whole, AT_ONCE):
+        for first in range(0, n, AT_ONCE):
             if not ONE:
-                # The last ones come again, which costs no mask.
-                i_t = begin + tl.minimum(first + AT_ONCE, whole - AT_ONCE)
-                pointers = _find_tokens(tokens, strides, i_t, i_group, o_c, G, P, S, SPLIT)
-                later = _load_tokens(pointers, strides, True, o_c, P, S, HAS_Z, CH, SPLIT, PIECES, AT_ONCE)
-            for j in tl.static_range(AT_ONCE):
-                tile, b, updates, steps = _run_token(
-                    now[j],
-                    tile,
-                    rates,
-                    bias,
-                    skip,
-                    p_y + j * (G * P),
-                    o_c,
-                    P,
-                    SOFTPLUS,
-                    HAS_Z,
-                    EXACT,
-                    CH,
-                    SPLIT,
-                    PIECES,
-                )
-                if SHORT:
-                    if records:
-                        # B is shared by the programs of a group: one of them records it.
-                        _store_record(
-                            p_draft, b, updates, steps, i_block == 0, i_group, o_c, G, P, S, CH, SPLIT, PIECES
+                pointers = _find_tokens(tokens, strides, begin + first + AT_ONCE, i_group, o_c, G, P, S, SPLIT)
+                count = n - first - AT_ONCE
+                later = _load_tokens(pointers, strides, count, o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE)
+            # A branch in any case: the assembler moves loads that nothing waits for to the end of their block.
+            if first + AT_ONCE <= n:
+                for j in tl.static_range(AT_ONCE):
+                    tile = _step(
+                        now[j],
+                        tile,
+                        rates,
+                        bias,
+                        skip,
+                        p_y + j * (G * P),
+                        p_draft + j * RECORD,
+                        records,
+                        lines,
+                        control,
+                        control_stride,
+                        i_row,
+                        first + j,
+                        i_block,
+                        i_group,
+                        o_c,
+                        G,
+                        P,
+                        S,
+                        SOFTPLUS,
+                        HAS_Z,
+                        EXACT,
+                        LINE_SHIFT,
+                        APART,
+                        SHORT,
+                        TABLE,
+                        KIND,
+                        CH,
+                        SPLIT,
+                        PIECES,
+                    )
+            else:
+                for j in tl.static_range(AT_ONCE - 1):
+                    if first + j < n:
+                        tile = _step(
+                            now[j],
+                            tile,
+                            rates,
+                            bias,
+                            skip,
+                            p_y + j * (G * P),
+                            p_draft + j * RECORD,
+                            records,
+                            lines,
+                            control,
+                            control_stride,
+                            i_row,
+                            first + j,
+                            i_block,
+                            i_group,
+                            o_c,
+                            G,
+                            P,
+                            S,
+                            SOFTPLUS,
+                            HAS_Z,
+                            EXACT,
+                            LINE_SHIFT,
+                            APART,
+                            SHORT,
+                            TABLE,
+                            KIND,
+                            CH,
+                            SPLIT,
+                            PIECES,
                         )
-                    p_draft += RECORD
-                if TABLE:
-                    # What is stored is rounded, the tile that goes on is not.
-                    line = tl.load(control + (TOKEN_LINES + first + j) * control_stride + i_row).to(tl.int64)
-                    if line > 0:
-                        p_token_line = find_written(lines, line - LINE_SHIFT, i_group, P * S, APART)
-                        store_states(p_token_line, tile, o_c, P, S, CH, SPLIT, PIECES)
             p_y += AT_ONCE * (G * P)
+            p_draft += AT_ONCE * RECORD
             if not ONE:
                 now = later
             if waypoints is not None:
@@ -393,14 +522,6 @@ def _scan(
                     if line > 0:
                         p_kept = find_written(lines, line - LINE_SHIFT, i_group, P * S, APART)
                         store_states(p_kept, tile, o_c, P, S, CH, SPLIT, PIECES)
-        if AT_ONCE > 1:
-            for t in range(whole, n):
-                pointers = _find_tokens(tokens, strides, begin + t, i_group, o_c, G, P, S, SPLIT)
-                last = _load_tokens(pointers, strides, True, o_c, P, S, HAS_Z, CH, SPLIT, PIECES, 1)
-                tile, b, updates, steps = _run_token(
-                    last[0], tile, rates, bias, skip, p_y, o_c, P, SOFTPLUS, HAS_Z, EXACT, CH, SPLIT, PIECES
-                )
-                p_y += G * P
 
         # An empty row changes its line only by a replay or by a move, which are done.
         if (write > 0) & (committed > 0):
@@ -422,6 +543,11 @@ def _launch(inputs: ScanInputs, lines: StateLines, rows: Rows, y: Tensor, *, sho
     sizes, x, dt, BC, z = inputs.heads, inputs.x, inputs.dt, inputs.BC, inputs.z
     tile = choose_tile(sizes, rows.num_rows, rows.max_length, short=short)
     unit = math.gcd(PIECE, BC.stride(0))
+    is_aligned = (
+        unit == PIECE
+        and sizes.state_dim == PIECE * tile.split * tile.pieces(sizes.state_dim)
+        and BC.data_ptr() % 8 == 0
+    )
     absent = x  # what is not there is never read
     num_blocks = triton.cdiv(sizes.group_channels, tile.channels)
     _scan[(triton.cdiv(rows.num_rows, tile.rows) * sizes.num_groups * num_blocks,)](
@@ -447,6 +573,7 @@ def _launch(inputs: ScanInputs, lines: StateLines, rows: Rows, y: Tensor, *, sho
         TABLE=rows.num_token_lines > 0,
         ONE=rows.max_length <= 1,
         UNIT=unit,
+        PAIRS=BC.element_size() == 2 and is_aligned,
         CH=tile.channels,
         SPLIT=tile.split,
         PIECES=tile.pieces(sizes.state_dim),

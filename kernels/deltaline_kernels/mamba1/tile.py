@@ -75,6 +75,35 @@ def load_keys(pointer, mask, S: tl.constexpr, CH: tl.constexpr, SPLIT: tl.conste
 
 
 @triton.jit
+def load_pairs(pointer, mask, CH: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr):
+    """Return the same keys of 16 bits as pairs, int32 `[CH, SPLIT, 2]`: the registers that the load writes.
+
+    A single one is taken from its pair at once: in a loop that asks for keys ahead, that would wait for them.
+    """
+    p_pairs = pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+    keys = ()
+    for j in tl.static_range(PIECES):
+        o_s = (j * SPLIT + tl.arange(0, SPLIT))[:, None] * 2 + tl.arange(0, 2)[None, :]
+        keys = keys + (tl.load(p_pairs + (o_s[None, :, :] + tl.zeros((CH, 1, 1), tl.int32)), mask=mask),)
+    return keys
+
+
+@triton.jit
+def pairs_to_fp32(pairs, kind: tl.constexpr, CH: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr):
+    """Return what `load_pairs` returned, of `kind` bf16 or fp16, as keys in fp32."""
+    keys = ()
+    for j in tl.static_range(PIECES):
+        if kind == tl.bfloat16:
+            low, high = pairs[j] << 16, pairs[j] & -65536
+            low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+        else:
+            low, high = pairs[j].to(tl.int16), (pairs[j] >> 16).to(tl.int16)
+            low, high = low.to(kind, bitcast=True).to(tl.float32), high.to(kind, bitcast=True).to(tl.float32)
+        keys = keys + (tl.reshape(tl.join(low, high), (CH, SPLIT, 4)),)
+    return keys
+
+
+@triton.jit
 def load_channels(pointer, mask, o_c, P: tl.constexpr, CH: tl.constexpr, SPLIT: tl.constexpr):
     """Return the values at `pointer` `[P]` of the channels, as they come; anything where `mask` is not set."""
     return tl.load(pointer + o_c + tl.zeros((1, SPLIT), tl.int32), mask=mask & below(o_c, P, CH))
