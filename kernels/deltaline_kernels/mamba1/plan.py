@@ -18,7 +18,7 @@ class Tile:
     rows: int = 1
     at_once: int = 1
     num_warps: int = 1
-    ahead: bool = True
+    deal: int = 1
     max_registers: int | None = None
 
     @property

@@ -31,8 +31,9 @@ from deltaline_kernels.mamba1.tile import (
     load_pairs,
     load_states,
     multiply,
-    pairs_to_fp32,
+    pick,
     store_states,
+    to_keys,
 )
 from deltaline_kernels.rows import Rows, StateLines
 
@@ -58,34 +59,6 @@ def _find_tokens(
 
 
 @triton.jit
-def _load_token(
-    pointers,
-    strides,
-    j: tl.constexpr,
-    mask,
-    o_c,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    HAS_Z: tl.constexpr,
-    PAIRS: tl.constexpr,
-    CH: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PIECES: tl.constexpr,
-):
-    """Return B, C, x, dt and z of the j-th token from `pointers` on, as they come; anything where `mask` is not set."""
-    p_b, p_c = pointers[0] + j * strides[2], pointers[1] + j * strides[2]
-    if PAIRS:
-        b, c = load_pairs(p_b, mask, CH, SPLIT, PIECES), load_pairs(p_c, mask, CH, SPLIT, PIECES)
-    else:
-        b, c = load_keys(p_b, mask, S, CH, SPLIT, PIECES), load_keys(p_c, mask, S, CH, SPLIT, PIECES)
-    inside = mask & below(o_c, P, CH)
-    values = tl.load(pointers[2] + j * strides[0], mask=inside)
-    steps = tl.load(pointers[3] + j * strides[1], mask=inside)
-    gates = tl.load(pointers[4] + j * strides[3], mask=inside) if HAS_Z else values
-    return b, c, values, steps, gates
-
-
-@triton.jit
 def _load_tokens(
     pointers,
     strides,
@@ -99,24 +72,45 @@ def _load_tokens(
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    DEAL: tl.constexpr,
 ):
-    """Return AT_ONCE tokens from `pointers` on, of which the first `count` are there."""
-    loaded = ()
-    for j in tl.static_range(AT_ONCE):
-        token = _load_token(pointers, strides, j, j < count, o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES)
-        loaded = loaded + (token,)
-    return loaded
+    """Return AT_ONCE tokens from `pointers` on, in groups of DEAL, of which the first `count` tokens are there.
+
+    A group is B and C of each of its tokens, then x, dt and z, as they come; of several tokens each thread of a channel
+    has those of one.
+    """
+    o_t = tl.arange(0, SPLIT)[None, :] * (DEAL > 1)
+    groups = ()
+    for g in tl.static_range(AT_ONCE // DEAL):
+        bs, cs = (), ()
+        for j in tl.static_range(g * DEAL, g * DEAL + DEAL):
+            p_b, p_c = pointers[0] + j * strides[2], pointers[1] + j * strides[2]
+            if PAIRS:
+                bs = bs + (load_pairs(p_b, j < count, CH, SPLIT, PIECES),)
+                cs = cs + (load_pairs(p_c, j < count, CH, SPLIT, PIECES),)
+            else:
+                bs = bs + (load_keys(p_b, j < count, S, CH, SPLIT, PIECES),)
+                cs = cs + (load_keys(p_c, j < count, S, CH, SPLIT, PIECES),)
+        first = g * DEAL + o_t
+        inside = (first < count) & below(o_c, P, CH)
+        values = tl.load(pointers[2] + first * strides[0], mask=inside)
+        steps = tl.load(pointers[3] + first * strides[1], mask=inside)
+        gates = tl.load(pointers[4] + first * strides[3], mask=inside) if HAS_Z else values
+        groups = groups + ((bs, cs, values, steps, gates),)
+    return groups
 
 
 @triton.jit
-def _run_token(
-    token,
+def _run_group(
+    group,
+    count,
     tile,
     rates,
     bias,
     skip,
     p_y,
     o_c,
+    GP: tl.constexpr,
     P: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     HAS_Z: tl.constexpr,
@@ -125,25 +119,38 @@ def _run_token(
     CH: tl.constexpr,
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
+    DEAL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """Write a token's output to p_y; return the tile after it, and its B, u and d. KIND is that of pairs, or None."""
-    if KIND is None:
-        b, c = to_fp32(token[0], PIECES), to_fp32(token[1], PIECES)
-    else:
-        b = pairs_to_fp32(token[0], KIND, CH, SPLIT, PIECES)
-        c = pairs_to_fp32(token[1], KIND, CH, SPLIT, PIECES)
-    values = token[2].to(tl.float32)
-    steps = token[3].to(tl.float32) + bias
+    """Write the outputs of a group, from p_y on; return the tile after it, and the last token's B, u and d.
+
+    Of its DEAL tokens `count` are there, or all if WHOLE. KIND is that of keys in pairs, or None.
+    """
+    o_s = tl.arange(0, SPLIT)[None, :]
+    values = group[2].to(tl.float32)
+    steps = group[3].to(tl.float32) + bias
     if SOFTPLUS:
         steps = softplus(steps)
     updates = steps * values
-    tile = advance(tile, rates, steps, updates, b, PIECES)
-    b_y, _ = tl.broadcast(multiply(tile, c, CH, SPLIT, PIECES), values)
-    b_y = tl.fma(skip, values, b_y)
+    seen = values  # of another token each, at last
+    b = to_keys(group[0][0], KIND, CH, SPLIT, PIECES)
+    for j in tl.static_range(DEAL):
+        if DEAL == 1:
+            tile = advance(tile, rates, steps, updates, b, PIECES)
+            seen, _ = tl.broadcast(
+                multiply(tile, to_keys(group[1][j], KIND, CH, SPLIT, PIECES), CH, SPLIT, PIECES), values
+            )
+        else:
+            if WHOLE or j < count:
+                step, update = pick(steps, j, SPLIT), pick(updates, j, SPLIT)
+                tile = advance(tile, rates, step, update, to_keys(group[0][j], KIND, CH, SPLIT, PIECES), PIECES)
+                c = to_keys(group[1][j], KIND, CH, SPLIT, PIECES)
+                seen = tl.where(o_s == j, multiply(tile, c, CH, SPLIT, PIECES), seen)
+    b_y = tl.fma(skip, values, seen)
     if HAS_Z:
-        b_y *= silu(token[4].to(tl.float32), EXACT)
-    o_s = tl.arange(0, SPLIT)[None, :]
-    tl.store(p_y, b_y.to(p_y.dtype.element_ty), mask=below(o_c, P, CH) & (o_s == 0))
+        b_y *= silu(group[4].to(tl.float32), EXACT)
+    mask = below(o_c, P, CH) & ((o_s < DEAL) & (WHOLE | (o_s < count)))
+    tl.store(p_y + o_s * GP, b_y.to(p_y.dtype.element_ty), mask=mask)
     return tile, b, updates, steps
 
 
@@ -196,7 +203,8 @@ def _store_record(
 
 @triton.jit
 def _step(
-    token,
+    group,
+    count,
     tile,
     rates,
     bias,
@@ -226,10 +234,32 @@ def _step(
     CH: tl.constexpr,
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
+    DEAL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """Return the tile after a row's token t; write its output, its record if the row keeps any, and its line."""
-    tile, b, updates, steps = _run_token(
-        token, tile, rates, bias, skip, p_y, o_c, P, SOFTPLUS, HAS_Z, EXACT, KIND, CH, SPLIT, PIECES
+    """Return the tile after a group of a row, of which t is the first token; write its outputs, and of a single token
+    its record, if the row keeps any, and the state after it, if it has a line.
+    """
+    tile, b, updates, steps = _run_group(
+        group,
+        count,
+        tile,
+        rates,
+        bias,
+        skip,
+        p_y,
+        o_c,
+        G * P,
+        P,
+        SOFTPLUS,
+        HAS_Z,
+        EXACT,
+        KIND,
+        CH,
+        SPLIT,
+        PIECES,
+        DEAL,
+        WHOLE,
     )
     if SHORT:
         if records:
@@ -252,7 +282,6 @@ def _load_start(
     control,
     control_stride,
     i_row,
-    mask,
     i_group,
     o_c,
     G: tl.constexpr,
@@ -265,15 +294,14 @@ def _load_start(
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    DEAL: tl.constexpr,
 ):
-    """Return a row, the state that it reads and its first AT_ONCE tokens, which are there only if `mask` is set."""
+    """Return a row, the state that it reads and its first AT_ONCE tokens."""
     row = load_row(control, control_stride, i_row)
     p_state = find_state(lines, row[2] - LINE_SHIFT, i_group, P * S)
-    raw = load_states(p_state, mask & (row[2] > 0), o_c, P, S, CH, SPLIT, PIECES)
+    raw = load_states(p_state, row[2] > 0, o_c, P, S, CH, SPLIT, PIECES)
     pointers = _find_tokens(tokens, strides, row[0], i_group, o_c, G, P, S, SPLIT)
-    waiting = _load_tokens(
-        pointers, strides, tl.where(mask, row[1], 0), o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE
-    )
+    waiting = _load_tokens(pointers, strides, row[1], o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE, DEAL)
     return row, raw, waiting
 
 
@@ -311,8 +339,8 @@ def _scan(
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
     ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    DEAL: tl.constexpr,
 ):
     RECORD: tl.constexpr = G * S + 2 * G * P
     NUM_BLOCKS: tl.constexpr = (P + CH - 1) // CH
@@ -327,7 +355,7 @@ def _scan(
     o_c = i_block * CH + tl.arange(0, CH)[:, None]
     o_s = tl.arange(0, SPLIT)[None, :]
 
-    if AHEAD:
+    if ROWS == 1:
         row, raw, waiting = _load_start(
             tokens,
             strides,
@@ -335,7 +363,6 @@ def _scan(
             control,
             control_stride,
             first_row,
-            True,
             i_group,
             o_c,
             G,
@@ -348,6 +375,7 @@ def _scan(
             SPLIT,
             PIECES,
             AT_ONCE,
+            DEAL,
         )
     given = to_fp32(load_states(rate + first_channel * S, True, o_c, P, S, CH, SPLIT, PIECES), PIECES)
     bias, skip = tl.zeros((CH, SPLIT), tl.float32), tl.zeros((CH, SPLIT), tl.float32)
@@ -360,7 +388,7 @@ def _scan(
         rates = rates + ((-tl.exp(given[j]) if LOG_RATE else given[j]) * LOG2_E,)
 
     for i_row in range(first_row, end_row):
-        if not AHEAD:
+        if ROWS > 1:
             row, raw, waiting = _load_start(
                 tokens,
                 strides,
@@ -368,7 +396,6 @@ def _scan(
                 control,
                 control_stride,
                 i_row,
-                True,
                 i_group,
                 o_c,
                 G,
@@ -381,33 +408,10 @@ def _scan(
                 SPLIT,
                 PIECES,
                 AT_ONCE,
+                DEAL,
             )
         begin, n, read, write, committed, replayed, half = row
         tile = to_fp32(raw, PIECES)
-        now = waiting
-        if AHEAD and ROWS > 1:
-            # The next row's, if there is one.
-            row, raw, waiting = _load_start(
-                tokens,
-                strides,
-                lines,
-                control,
-                control_stride,
-                tl.minimum(i_row + 1, end_row - 1),
-                i_row + 1 < end_row,
-                i_group,
-                o_c,
-                G,
-                P,
-                S,
-                LINE_SHIFT,
-                HAS_Z,
-                PAIRS,
-                CH,
-                SPLIT,
-                PIECES,
-                AT_ONCE,
-            )
         p_y = y + begin * (G * P) + first_channel + o_c + tl.zeros((1, SPLIT), tl.int32)
         if (read == -1) & (write == -1):
             zeros, mask = tl.zeros((CH, SPLIT), y.dtype.element_ty), below(o_c, P, CH) & (o_s == 0)
@@ -440,24 +444,27 @@ def _scan(
             if not ONE:
                 pointers = _find_tokens(tokens, strides, begin + first + AT_ONCE, i_group, o_c, G, P, S, SPLIT)
                 count = n - first - AT_ONCE
-                later = _load_tokens(pointers, strides, count, o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE)
+                later = _load_tokens(
+                    pointers, strides, count, o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE, DEAL
+                )
             # A branch in any case: the assembler moves loads that nothing waits for to the end of their block.
             if first + AT_ONCE <= n:
-                for j in tl.static_range(AT_ONCE):
+                for g in tl.static_range(AT_ONCE // DEAL):
                     tile = _step(
-                        now[j],
+                        waiting[g],
+                        DEAL,
                         tile,
                         rates,
                         bias,
                         skip,
-                        p_y + j * (G * P),
-                        p_draft + j * RECORD,
+                        p_y + g * (DEAL * G * P),
+                        p_draft + g * (DEAL * RECORD),
                         records,
                         lines,
                         control,
                         control_stride,
                         i_row,
-                        first + j,
+                        first + g * DEAL,
                         i_block,
                         i_group,
                         o_c,
@@ -475,24 +482,27 @@ def _scan(
                         CH,
                         SPLIT,
                         PIECES,
+                        DEAL,
+                        True,
                     )
             else:
-                for j in tl.static_range(AT_ONCE - 1):
-                    if first + j < n:
+                for g in tl.static_range(AT_ONCE // DEAL):
+                    if first + g * DEAL < n:
                         tile = _step(
-                            now[j],
+                            waiting[g],
+                            n - first - g * DEAL,
                             tile,
                             rates,
                             bias,
                             skip,
-                            p_y + j * (G * P),
-                            p_draft + j * RECORD,
+                            p_y + g * (DEAL * G * P),
+                            p_draft + g * (DEAL * RECORD),
                             records,
                             lines,
                             control,
                             control_stride,
                             i_row,
-                            first + j,
+                            first + g * DEAL,
                             i_block,
                             i_group,
                             o_c,
@@ -510,11 +520,13 @@ def _scan(
                             CH,
                             SPLIT,
                             PIECES,
+                            DEAL,
+                            False,
                         )
             p_y += AT_ONCE * (G * P)
             p_draft += AT_ONCE * RECORD
             if not ONE:
-                now = later
+                waiting = later
             if waypoints is not None:
                 done = first + AT_ONCE
                 if done % TOKENS == 0:
@@ -578,8 +590,8 @@ def _launch(inputs: ScanInputs, lines: StateLines, rows: Rows, y: Tensor, *, sho
         SPLIT=tile.split,
         PIECES=tile.pieces(sizes.state_dim),
         ROWS=tile.rows,
-        AHEAD=tile.ahead,
         AT_ONCE=tile.at_once,
+        DEAL=tile.deal,
         num_warps=tile.num_warps,
         num_stages=1,
         maxnreg=tile.max_registers,

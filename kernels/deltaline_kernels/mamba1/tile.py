@@ -15,7 +15,7 @@ other forms leave the same bits.
 import triton
 import triton.language as tl
 
-from deltaline_kernels.device.state_tile import below
+from deltaline_kernels.device.state_tile import below, to_fp32
 
 
 @triton.jit
@@ -89,8 +89,10 @@ def load_pairs(pointer, mask, CH: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.
 
 
 @triton.jit
-def pairs_to_fp32(pairs, kind: tl.constexpr, CH: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr):
-    """Return what `load_pairs` returned, of `kind` bf16 or fp16, as keys in fp32."""
+def to_keys(pairs, kind: tl.constexpr, CH: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr):
+    """Return in fp32 what `load_pairs` returned of keys of `kind` bf16 or fp16, or `load_keys`, of None."""
+    if kind is None:
+        return to_fp32(pairs, PIECES)
     keys = ()
     for j in tl.static_range(PIECES):
         if kind == tl.bfloat16:
@@ -107,6 +109,13 @@ def pairs_to_fp32(pairs, kind: tl.constexpr, CH: tl.constexpr, SPLIT: tl.constex
 def load_channels(pointer, mask, o_c, P: tl.constexpr, CH: tl.constexpr, SPLIT: tl.constexpr):
     """Return the values at `pointer` `[P]` of the channels, as they come; anything where `mask` is not set."""
     return tl.load(pointer + o_c + tl.zeros((1, SPLIT), tl.int32), mask=mask & below(o_c, P, CH))
+
+
+@triton.jit
+def pick(values, j: tl.constexpr, SPLIT: tl.constexpr):
+    """Return what the j-th thread of each channel has of fp32 `[CH, SPLIT]`, to the bit, for all of them."""
+    own = tl.where(tl.arange(0, SPLIT)[None, :] == j, values.to(tl.int32, bitcast=True), 0)
+    return tl.broadcast(tl.sum(own, axis=1, keep_dims=True).to(tl.float32, bitcast=True), values)[0]
 
 
 @triton.jit

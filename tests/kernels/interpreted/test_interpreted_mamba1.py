@@ -16,6 +16,7 @@ from kernels.mamba1.test_mamba1 import (
     test_mamba1_replay_leaves_what_committing_leaves,
     test_mamba1_replays_any_accepted_count,
     test_mamba1_row_does_not_depend_on_its_neighbours,
+    test_mamba1_takes_aligned_keys,
     test_mamba1_takes_steps_keys_and_gates_in_fp32,
     test_mamba1_without_a_gate_matches_the_reference,
     test_small_steps_are_exact,
@@ -39,6 +40,7 @@ __all__ = [
     "test_mamba1_replay_leaves_what_committing_leaves",
     "test_mamba1_replays_any_accepted_count",
     "test_mamba1_row_does_not_depend_on_its_neighbours",
+    "test_mamba1_takes_aligned_keys",
     "test_mamba1_takes_steps_keys_and_gates_in_fp32",
     "test_mamba1_without_a_gate_matches_the_reference",
     "test_small_steps_are_exact",
@@ -53,14 +55,13 @@ def test_mamba1_matches_the_reference(path: InterpretedPath, case: str) -> None:
 
 
 TILES = [
-    Tile(split, num_rows, at_once, num_warps, ahead)
-    for split, num_rows, at_once, num_warps, ahead in (
-        (2, 1, 2, 1, True),
-        (4, 2, 1, 1, True),
-        (1, 2, 4, 1, False),
-        (2, 3, 1, 2, True),
-        (4, 4, 4, 4, False),
-    )
+    Tile(2, at_once=2),
+    Tile(2, at_once=4, deal=2),
+    Tile(4, rows=2, at_once=4, deal=4),
+    Tile(4, at_once=8, deal=4),
+    Tile(1, rows=2, at_once=4),
+    Tile(2, rows=3, num_warps=2),
+    Tile(4, rows=4, at_once=4, num_warps=4),
 ]
 
 
@@ -71,7 +72,7 @@ def test_tiles_of_all_forms_leave_the_same_bits(exact_path: InterpretedPath, mon
     found = []
     for batch, tile in zip(made, [Tile(1), *TILES], strict=True):
         # A short row may record each of its tokens, one at a time.
-        tiles = {True: replace(tile, at_once=1), False: tile}
+        tiles = {True: replace(tile, at_once=1, deal=1), False: tile}
         monkeypatch.setattr(recurrent, "choose_tile", lambda *_, short, tiles=tiles: tiles[short])
         found.append(batch.run(exact_path))
     check_against_reference(make_scan_batch(rows, exact_path, ScanLayer(D=39)), exact_path, exact_path.dtype)
