@@ -7,8 +7,9 @@ however long they are. A program holds the states of some channels in registers 
 stores the state if the row commits nothing itself, then runs the row's tokens. A verify keeps each token's B, u and d,
 so that its replay leaves what committing leaves, to the bit.
 
-Channels that share B and C are a group. Of short rows a program takes several, one after another: it has the rates of
-its channels, as many bytes as a state, from the L2 once, and the next row's state is on its way while it computes.
+Channels that share B and C are a group. Short rows and long ones have a launch each. Of many short rows a program takes
+several, one after another: it has the rates of its channels, as many bytes as a state, from the L2 once. Of a long row
+it asks for the next tokens before it computes those that are there.
 """
 
 import math
@@ -17,188 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.device.activation import LOG2_E, silu, softplus
+from deltaline_kernels.device.activation import LOG2_E
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.row import TOKEN_LINES, load_row
 from deltaline_kernels.device.state_tile import below, to_fp32
 from deltaline_kernels.device.waypoints import TOKENS, find_waypoint
 from deltaline_kernels.mamba1.inputs import ScanInputs
 from deltaline_kernels.mamba1.plan import PIECE, choose_tile
-from deltaline_kernels.mamba1.tile import (
-    advance,
-    load_channels,
-    load_keys,
-    load_pairs,
-    load_states,
-    multiply,
-    pick,
-    store_states,
-    to_keys,
-)
+from deltaline_kernels.mamba1.tile import advance, load_channels, load_states, store_states
+from deltaline_kernels.mamba1.tokens import find_tokens, load_record, load_tokens, run_group, store_record
 from deltaline_kernels.rows import Rows, StateLines
-
-
-@triton.jit
-def _find_tokens(
-    tokens,
-    strides,
-    i_t,
-    i_group,
-    o_c,
-    G: tl.constexpr,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """Return pointers to B and C, and to x, dt and z of the channels, of token i_t, which is int64."""
-    o_channel = i_group * P + o_c + tl.zeros((1, SPLIT), tl.int32)
-    p_b = tokens[2] + i_t * strides[2] + i_group * S
-    p_x = tokens[0] + i_t * strides[0] + o_channel
-    p_dt = tokens[1] + i_t * strides[1] + o_channel
-    return p_b, p_b + G * S, p_x, p_dt, tokens[3] + i_t * strides[3] + o_channel
-
-
-@triton.jit
-def _load_tokens(
-    pointers,
-    strides,
-    count,
-    o_c,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    HAS_Z: tl.constexpr,
-    PAIRS: tl.constexpr,
-    CH: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PIECES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    DEAL: tl.constexpr,
-):
-    """Return AT_ONCE tokens from `pointers` on, in groups of DEAL, of which the first `count` tokens are there.
-
-    A group is B and C of each of its tokens, then x, dt and z, as they come; of several tokens each thread of a channel
-    has those of one.
-    """
-    o_t = tl.arange(0, SPLIT)[None, :] * (DEAL > 1)
-    groups = ()
-    for g in tl.static_range(AT_ONCE // DEAL):
-        bs, cs = (), ()
-        for j in tl.static_range(g * DEAL, g * DEAL + DEAL):
-            p_b, p_c = pointers[0] + j * strides[2], pointers[1] + j * strides[2]
-            if PAIRS:
-                bs = bs + (load_pairs(p_b, j < count, CH, SPLIT, PIECES),)
-                cs = cs + (load_pairs(p_c, j < count, CH, SPLIT, PIECES),)
-            else:
-                bs = bs + (load_keys(p_b, j < count, S, CH, SPLIT, PIECES),)
-                cs = cs + (load_keys(p_c, j < count, S, CH, SPLIT, PIECES),)
-        first = g * DEAL + o_t
-        inside = (first < count) & below(o_c, P, CH)
-        values = tl.load(pointers[2] + first * strides[0], mask=inside)
-        steps = tl.load(pointers[3] + first * strides[1], mask=inside)
-        gates = tl.load(pointers[4] + first * strides[3], mask=inside) if HAS_Z else values
-        groups = groups + ((bs, cs, values, steps, gates),)
-    return groups
-
-
-@triton.jit
-def _run_group(
-    group,
-    count,
-    tile,
-    rates,
-    bias,
-    skip,
-    p_y,
-    o_c,
-    GP: tl.constexpr,
-    P: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    HAS_Z: tl.constexpr,
-    EXACT: tl.constexpr,
-    KIND: tl.constexpr,
-    CH: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PIECES: tl.constexpr,
-    DEAL: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Write the outputs of a group, from p_y on; return the tile after it, and the last token's B, u and d.
-
-    Of its DEAL tokens `count` are there, or all if WHOLE. KIND is that of keys in pairs, or None.
-    """
-    o_s = tl.arange(0, SPLIT)[None, :]
-    values = group[2].to(tl.float32)
-    steps = group[3].to(tl.float32) + bias
-    if SOFTPLUS:
-        steps = softplus(steps)
-    updates = steps * values
-    seen = values  # of another token each, at last
-    b = to_keys(group[0][0], KIND, CH, SPLIT, PIECES)
-    for j in tl.static_range(DEAL):
-        if DEAL == 1:
-            tile = advance(tile, rates, steps, updates, b, PIECES)
-            seen, _ = tl.broadcast(
-                multiply(tile, to_keys(group[1][j], KIND, CH, SPLIT, PIECES), CH, SPLIT, PIECES), values
-            )
-        else:
-            if WHOLE or j < count:
-                step, update = pick(steps, j, SPLIT), pick(updates, j, SPLIT)
-                tile = advance(tile, rates, step, update, to_keys(group[0][j], KIND, CH, SPLIT, PIECES), PIECES)
-                c = to_keys(group[1][j], KIND, CH, SPLIT, PIECES)
-                seen = tl.where(o_s == j, multiply(tile, c, CH, SPLIT, PIECES), seen)
-    b_y = tl.fma(skip, values, seen)
-    if HAS_Z:
-        b_y *= silu(group[4].to(tl.float32), EXACT)
-    mask = below(o_c, P, CH) & ((o_s < DEAL) & (WHOLE | (o_s < count)))
-    tl.store(p_y + o_s * GP, b_y.to(p_y.dtype.element_ty), mask=mask)
-    return tile, b, updates, steps
-
-
-@triton.jit
-def _load_record(
-    pointer,
-    mask,
-    i_group,
-    o_c,
-    G: tl.constexpr,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    CH: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PIECES: tl.constexpr,
-):
-    """Return B, u and d of the draft at `pointer`; anything where `mask` is not set."""
-    b = load_keys(pointer + i_group * S, mask, S, CH, SPLIT, PIECES)
-    p_values = pointer + G * S + i_group * P
-    updates = load_channels(p_values, mask, o_c, P, CH, SPLIT)
-    return b, updates, load_channels(p_values + G * P, mask, o_c, P, CH, SPLIT)
-
-
-@triton.jit
-def _store_record(
-    pointer,
-    b,
-    updates,
-    steps,
-    with_keys,
-    i_group,
-    o_c,
-    G: tl.constexpr,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    CH: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PIECES: tl.constexpr,
-):
-    """Write u and d, and B if `with_keys`, to the draft at `pointer`."""
-    o_s = tl.arange(0, SPLIT)[None, :]
-    p_values = pointer + G * S + i_group * P + o_c + 0 * o_s
-    mask = below(o_c, P, CH) & (o_s == 0)
-    tl.store(p_values, updates, mask=mask)
-    tl.store(p_values + G * P, steps, mask=mask)
-    if with_keys:
-        # Of one channel: a row of a state.
-        store_states(pointer + i_group * S, b, o_c - o_c, 1, S, CH, SPLIT, PIECES)
 
 
 @triton.jit
@@ -206,20 +35,13 @@ def _step(
     group,
     count,
     tile,
-    rates,
-    bias,
-    skip,
+    weights,
     p_y,
     p_draft,
     records,
-    lines,
-    control,
-    control_stride,
-    i_row,
+    place,
     t,
-    i_block,
-    i_group,
-    o_c,
+    lines,
     G: tl.constexpr,
     P: tl.constexpr,
     S: tl.constexpr,
@@ -228,7 +50,6 @@ def _step(
     EXACT: tl.constexpr,
     LINE_SHIFT: tl.constexpr,
     APART: tl.constexpr,
-    SHORT: tl.constexpr,
     TABLE: tl.constexpr,
     KIND: tl.constexpr,
     CH: tl.constexpr,
@@ -240,13 +61,12 @@ def _step(
     """Return the tile after a group of a row, of which t is the first token; write its outputs, and of a single token
     its record, if the row keeps any, and the state after it, if it has a line.
     """
-    tile, b, updates, steps = _run_group(
+    control, control_stride, i_row, i_block, i_group, o_c = place
+    tile, b, updates, steps = run_group(
         group,
         count,
         tile,
-        rates,
-        bias,
-        skip,
+        weights,
         p_y,
         o_c,
         G * P,
@@ -261,10 +81,9 @@ def _step(
         DEAL,
         WHOLE,
     )
-    if SHORT:
-        if records:
-            # B is shared by the programs of a group: one of them records it.
-            _store_record(p_draft, b, updates, steps, i_block == 0, i_group, o_c, G, P, S, CH, SPLIT, PIECES)
+    if records:
+        # B is shared by the programs of a group: one of them records it.
+        store_record(p_draft, b, updates, steps, i_block == 0, i_group, o_c, G, P, S, CH, SPLIT, PIECES)
     if TABLE:
         # What is stored is rounded, the tile that goes on is not.
         line = tl.load(control + (TOKEN_LINES + t) * control_stride + i_row).to(tl.int64)
@@ -300,8 +119,8 @@ def _load_start(
     row = load_row(control, control_stride, i_row)
     p_state = find_state(lines, row[2] - LINE_SHIFT, i_group, P * S)
     raw = load_states(p_state, row[2] > 0, o_c, P, S, CH, SPLIT, PIECES)
-    pointers = _find_tokens(tokens, strides, row[0], i_group, o_c, G, P, S, SPLIT)
-    waiting = _load_tokens(pointers, strides, row[1], o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE, DEAL)
+    pointers = find_tokens(tokens, strides, row[0], i_group, o_c, G, P, S, SPLIT)
+    waiting = load_tokens(pointers, strides, row[1], o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE, DEAL)
     return row, raw, waiting
 
 
@@ -350,7 +169,7 @@ def _scan(
     i_block = tl.program_id(0) % NUM_BLOCKS
     i_group = tl.program_id(0) // NUM_BLOCKS % G
     first_row = tl.program_id(0) // (NUM_BLOCKS * G) * ROWS
-    end_row = tl.minimum(first_row + ROWS, num_rows)
+    end_row = first_row + 1 if ROWS == 1 else tl.minimum(first_row + ROWS, num_rows)
     first_channel = i_group * P
     o_c = i_block * CH + tl.arange(0, CH)[:, None]
     o_s = tl.arange(0, SPLIT)[None, :]
@@ -421,32 +240,28 @@ def _scan(
 
         if replayed > 0:
             p_old = find_drafts(lines, read - LINE_SHIFT, half)
-            record = _load_record(p_old, True, i_group, o_c, G, P, S, CH, SPLIT, PIECES)
+            record = load_record(p_old, True, i_group, o_c, G, P, S, CH, SPLIT, PIECES)
             for i in range(0, replayed):
                 # The last one comes again, which costs no mask.
                 p_old += tl.where(i + 1 < replayed, RECORD, 0)
-                following = _load_record(p_old, True, i_group, o_c, G, P, S, CH, SPLIT, PIECES)
+                following = load_record(p_old, True, i_group, o_c, G, P, S, CH, SPLIT, PIECES)
                 tile = advance(tile, rates, record[2], record[1], record[0], PIECES)
                 record = following
 
         p_new = find_written(lines, write - LINE_SHIFT, i_group, P * S, APART)
-        records = SHORT & (write > 0) & (committed == 0)
-        if SHORT:
-            if records & ((replayed > 0) | is_elsewhere(read, write, APART)):
-                store_states(p_new, tile, o_c, P, S, CH, SPLIT, PIECES)
-        else:
-            # A long row commits all its tokens, unless it has none.
-            if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
-                store_states(p_new, tile, o_c, P, S, CH, SPLIT, PIECES)
+        keeps = (write > 0) & (committed == 0)
+        if keeps & ((replayed > 0) | is_elsewhere(read, write, APART)):
+            store_states(p_new, tile, o_c, P, S, CH, SPLIT, PIECES)
 
+        # A long row commits its tokens, unless it has none.
+        records = keeps & SHORT
         p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half)
+        place = (control, control_stride, i_row, i_block, i_group, o_c)
         for first in range(0, n, AT_ONCE):
             if not ONE:
-                pointers = _find_tokens(tokens, strides, begin + first + AT_ONCE, i_group, o_c, G, P, S, SPLIT)
+                pointers = find_tokens(tokens, strides, begin + first + AT_ONCE, i_group, o_c, G, P, S, SPLIT)
                 count = n - first - AT_ONCE
-                later = _load_tokens(
-                    pointers, strides, count, o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE, DEAL
-                )
+                later = load_tokens(pointers, strides, count, o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE, DEAL)
             # A branch in any case: the assembler moves loads that nothing waits for to the end of their block.
             if first + AT_ONCE <= n:
                 for g in tl.static_range(AT_ONCE // DEAL):
@@ -454,20 +269,13 @@ def _scan(
                         waiting[g],
                         DEAL,
                         tile,
-                        rates,
-                        bias,
-                        skip,
+                        (rates, bias, skip),
                         p_y + g * (DEAL * G * P),
                         p_draft + g * (DEAL * RECORD),
                         records,
-                        lines,
-                        control,
-                        control_stride,
-                        i_row,
+                        place,
                         first + g * DEAL,
-                        i_block,
-                        i_group,
-                        o_c,
+                        lines,
                         G,
                         P,
                         S,
@@ -476,7 +284,6 @@ def _scan(
                         EXACT,
                         LINE_SHIFT,
                         APART,
-                        SHORT,
                         TABLE,
                         KIND,
                         CH,
@@ -492,20 +299,13 @@ def _scan(
                             waiting[g],
                             n - first - g * DEAL,
                             tile,
-                            rates,
-                            bias,
-                            skip,
+                            (rates, bias, skip),
                             p_y + g * (DEAL * G * P),
                             p_draft + g * (DEAL * RECORD),
                             records,
-                            lines,
-                            control,
-                            control_stride,
-                            i_row,
+                            place,
                             first + g * DEAL,
-                            i_block,
-                            i_group,
-                            o_c,
+                            lines,
                             G,
                             P,
                             S,
@@ -514,7 +314,6 @@ def _scan(
                             EXACT,
                             LINE_SHIFT,
                             APART,
-                            SHORT,
                             TABLE,
                             KIND,
                             CH,

@@ -39,6 +39,18 @@ def load_states(
 
 
 @triton.jit
+def _join(parts, CH: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr):
+    """Return PIECES tensors `[CH, SPLIT, 4, 1]` as one `[CH, SPLIT, 4, PIECES]`."""
+    for level in tl.static_range(PIECES.bit_length() - 1):
+        pairs = ()
+        for j in tl.static_range(PIECES // 2 ** (level + 1)):
+            pair = tl.join(parts[j], parts[j + PIECES // 2 ** (level + 1)])
+            pairs = pairs + (tl.reshape(pair, (CH, SPLIT, 4, 2 ** (level + 1))),)
+        parts = pairs
+    return parts[0]
+
+
+@triton.jit
 def store_states(
     pointer, tile, o_c, P: tl.constexpr, S: tl.constexpr, CH: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr
 ):
@@ -47,13 +59,7 @@ def store_states(
     joined = ()
     for j in tl.static_range(PIECES):
         joined = joined + (tl.reshape(tile[j].to(pointer.dtype.element_ty), (CH, SPLIT, 4, 1)),)
-    for level in tl.static_range(PIECES.bit_length() - 1):
-        pairs = ()
-        for j in tl.static_range(PIECES // 2 ** (level + 1)):
-            pair = tl.join(joined[j], joined[j + PIECES // 2 ** (level + 1)])
-            pairs = pairs + (tl.reshape(pair, (CH, SPLIT, 4, 2 ** (level + 1))),)
-        joined = pairs
-    values = tl.reshape(tl.permute(joined[0], (0, 3, 1, 2)), (CH, BLOCK_S))
+    values = tl.reshape(tl.permute(_join(joined, CH, SPLIT, PIECES), (0, 3, 1, 2)), (CH, BLOCK_S))
     o_s = tl.arange(0, BLOCK_S)[None, :]
     # Other threads than those that store a value have loaded it.
     tl.debug_barrier()
@@ -139,6 +145,17 @@ def _apart(piece, CH: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _fold(sums, PIECES: tl.constexpr):
+    """Return the sum of PIECES tensors, of which the upper half is added to the lower one, and so on."""
+    for level in tl.static_range(PIECES.bit_length() - 1):
+        folded = ()
+        for j in tl.static_range(PIECES // 2 ** (level + 1)):
+            folded = folded + (sums[j] + sums[j + PIECES // 2 ** (level + 1)],)
+        sums = folded
+    return sums[0]
+
+
+@triton.jit
 def multiply(tile, c, CH: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr):
     """Return h C, `[CH, 1]`: pieces first, then the upper half of all pieces is added to the lower one, and so on."""
     sums = ()
@@ -149,10 +166,5 @@ def multiply(tile, c, CH: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexp
         for i in tl.static_range(1, 4):
             total = tl.fma(h[i], keys[i], total)
         sums = sums + (total,)
-    for level in tl.static_range(PIECES.bit_length() - 1):
-        folded = ()
-        for j in tl.static_range(PIECES // 2 ** (level + 1)):
-            folded = folded + (sums[j] + sums[j + PIECES // 2 ** (level + 1)],)
-        sums = folded
     # The threads' sums by the same rule: so does a GPU, of the lanes of a warp.
-    return tl.sum(sums[0], axis=1, keep_dims=True)
+    return tl.sum(_fold(sums, PIECES), axis=1, keep_dims=True)
