@@ -7,9 +7,8 @@ however long they are. A program holds the states of some channels in registers 
 stores the state if the row commits nothing itself, then runs the row's tokens. A verify keeps each token's B, u and d,
 so that its replay leaves what committing leaves, to the bit.
 
-Channels that share B and C are a group. Short rows and long ones have a launch each. Of many short rows a program takes
-several, one after another: it has the rates of its channels, as many bytes as a state, from the L2 once. Of a long row
-it asks for the next tokens before it computes those that are there.
+Channels that share B and C are a group. Short rows and long ones have a launch each. Of a long row a program asks for
+the next tokens before it computes those that are there.
 """
 
 import math
@@ -26,14 +25,13 @@ from deltaline_kernels.device.waypoints import TOKENS, find_waypoint
 from deltaline_kernels.mamba1.inputs import ScanInputs
 from deltaline_kernels.mamba1.plan import PIECE, choose_tile
 from deltaline_kernels.mamba1.tile import advance, load_channels, load_states, store_states
-from deltaline_kernels.mamba1.tokens import find_tokens, load_record, load_tokens, run_group, store_record
+from deltaline_kernels.mamba1.tokens import find_tokens, load_record, load_tokens, run_token, store_record
 from deltaline_kernels.rows import Rows, StateLines
 
 
 @triton.jit
 def _step(
-    group,
-    count,
+    token,
     tile,
     weights,
     p_y,
@@ -55,31 +53,11 @@ def _step(
     CH: tl.constexpr,
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
-    DEAL: tl.constexpr,
-    WHOLE: tl.constexpr,
 ):
-    """Return the tile after a group of a row, of which t is the first token; write its outputs, and of a single token
-    its record, if the row keeps any, and the state after it, if it has a line.
-    """
+    """Return the tile after token t of a row; write its output, its record if `records`, and its line if it has one."""
     control, control_stride, i_row, i_block, i_group, o_c = place
-    tile, b, updates, steps = run_group(
-        group,
-        count,
-        tile,
-        weights,
-        p_y,
-        o_c,
-        G * P,
-        P,
-        SOFTPLUS,
-        HAS_Z,
-        EXACT,
-        KIND,
-        CH,
-        SPLIT,
-        PIECES,
-        DEAL,
-        WHOLE,
+    tile, b, updates, steps = run_token(
+        token, tile, weights, p_y, o_c, P, SOFTPLUS, HAS_Z, EXACT, KIND, CH, SPLIT, PIECES
     )
     if records:
         # B is shared by the programs of a group: one of them records it.
@@ -93,39 +71,8 @@ def _step(
     return tile
 
 
-@triton.jit
-def _load_start(
-    tokens,
-    strides,
-    lines,
-    control,
-    control_stride,
-    i_row,
-    i_group,
-    o_c,
-    G: tl.constexpr,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    LINE_SHIFT: tl.constexpr,
-    HAS_Z: tl.constexpr,
-    PAIRS: tl.constexpr,
-    CH: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PIECES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    DEAL: tl.constexpr,
-):
-    """Return a row, the state that it reads and its first AT_ONCE tokens."""
-    row = load_row(control, control_stride, i_row)
-    p_state = find_state(lines, row[2] - LINE_SHIFT, i_group, P * S)
-    raw = load_states(p_state, row[2] > 0, o_c, P, S, CH, SPLIT, PIECES)
-    pointers = find_tokens(tokens, strides, row[0], i_group, o_c, G, P, S, SPLIT)
-    waiting = load_tokens(pointers, strides, row[1], o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE, DEAL)
-    return row, raw, waiting
-
-
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["control_stride", "num_rows"], do_not_specialize_on_alignment=["control", "waypoints"])
+@triton.jit(do_not_specialize=["control_stride"], do_not_specialize_on_alignment=["control", "waypoints"])
 def _scan(
     tokens,
     strides,
@@ -136,7 +83,6 @@ def _scan(
     y,
     control,
     control_stride,
-    num_rows,
     waypoints,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -157,9 +103,7 @@ def _scan(
     CH: tl.constexpr,
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
-    ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    DEAL: tl.constexpr,
 ):
     RECORD: tl.constexpr = G * S + 2 * G * P
     NUM_BLOCKS: tl.constexpr = (P + CH - 1) // CH
@@ -168,34 +112,16 @@ def _scan(
     strides = (strides[0], strides[1], strides[2] * UNIT, strides[3])
     i_block = tl.program_id(0) % NUM_BLOCKS
     i_group = tl.program_id(0) // NUM_BLOCKS % G
-    first_row = tl.program_id(0) // (NUM_BLOCKS * G) * ROWS
-    end_row = first_row + 1 if ROWS == 1 else tl.minimum(first_row + ROWS, num_rows)
+    i_row = tl.program_id(0) // (NUM_BLOCKS * G)
     first_channel = i_group * P
     o_c = i_block * CH + tl.arange(0, CH)[:, None]
     o_s = tl.arange(0, SPLIT)[None, :]
 
-    if ROWS == 1:
-        row, raw, waiting = _load_start(
-            tokens,
-            strides,
-            lines,
-            control,
-            control_stride,
-            first_row,
-            i_group,
-            o_c,
-            G,
-            P,
-            S,
-            LINE_SHIFT,
-            HAS_Z,
-            PAIRS,
-            CH,
-            SPLIT,
-            PIECES,
-            AT_ONCE,
-            DEAL,
-        )
+    begin, n, read, write, committed, replayed, half = load_row(control, control_stride, i_row)
+    raw = load_states(find_state(lines, read - LINE_SHIFT, i_group, P * S), read > 0, o_c, P, S, CH, SPLIT, PIECES)
+    # What computes with the rates waits for them: the first tokens are asked for before.
+    pointers = find_tokens(tokens, strides, begin, i_group, o_c, G, P, S, SPLIT)
+    waiting = load_tokens(pointers, strides, n, o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE)
     given = to_fp32(load_states(rate + first_channel * S, True, o_c, P, S, CH, SPLIT, PIECES), PIECES)
     bias, skip = tl.zeros((CH, SPLIT), tl.float32), tl.zeros((CH, SPLIT), tl.float32)
     if HAS_BIAS:
@@ -206,75 +132,79 @@ def _scan(
     for j in tl.static_range(PIECES):
         rates = rates + ((-tl.exp(given[j]) if LOG_RATE else given[j]) * LOG2_E,)
 
-    for i_row in range(first_row, end_row):
-        if ROWS > 1:
-            row, raw, waiting = _load_start(
-                tokens,
-                strides,
-                lines,
-                control,
-                control_stride,
-                i_row,
-                i_group,
-                o_c,
-                G,
-                P,
-                S,
-                LINE_SHIFT,
-                HAS_Z,
-                PAIRS,
-                CH,
-                SPLIT,
-                PIECES,
-                AT_ONCE,
-                DEAL,
-            )
-        begin, n, read, write, committed, replayed, half = row
-        tile = to_fp32(raw, PIECES)
-        p_y = y + begin * (G * P) + first_channel + o_c + tl.zeros((1, SPLIT), tl.int32)
-        if (read == -1) & (write == -1):
-            zeros, mask = tl.zeros((CH, SPLIT), y.dtype.element_ty), below(o_c, P, CH) & (o_s == 0)
-            for t in range(0, n):
-                tl.store(p_y + t * (G * P), zeros, mask=mask)
-            n = 0
+    tile = to_fp32(raw, PIECES)
+    p_row = y + begin * (G * P) + first_channel
+    p_y = p_row + o_c + tl.zeros((1, SPLIT), tl.int32)
+    if (read == -1) & (write == -1):
+        zeros, mask = tl.zeros((CH, SPLIT), y.dtype.element_ty), below(o_c, P, CH) & (o_s == 0)
+        for _ in range(0, n):
+            tl.store(p_row + o_c + 0 * o_s, zeros, mask=mask)
+            p_row += G * P
+        n = 0
 
-        if replayed > 0:
-            p_old = find_drafts(lines, read - LINE_SHIFT, half)
-            record = load_record(p_old, True, i_group, o_c, G, P, S, CH, SPLIT, PIECES)
-            for i in range(0, replayed):
-                # The last one comes again, which costs no mask.
-                p_old += tl.where(i + 1 < replayed, RECORD, 0)
-                following = load_record(p_old, True, i_group, o_c, G, P, S, CH, SPLIT, PIECES)
-                tile = advance(tile, rates, record[2], record[1], record[0], PIECES)
-                record = following
+    if replayed > 0:
+        p_old = find_drafts(lines, read - LINE_SHIFT, half)
+        record = load_record(p_old, True, i_group, o_c, G, P, S, CH, SPLIT, PIECES)
+        for i in range(0, replayed):
+            # The last one comes again, which costs no mask.
+            p_old += tl.where(i + 1 < replayed, RECORD, 0)
+            following = load_record(p_old, True, i_group, o_c, G, P, S, CH, SPLIT, PIECES)
+            tile = advance(tile, rates, record[2], record[1], record[0], PIECES)
+            record = following
 
-        p_new = find_written(lines, write - LINE_SHIFT, i_group, P * S, APART)
-        keeps = (write > 0) & (committed == 0)
-        if keeps & ((replayed > 0) | is_elsewhere(read, write, APART)):
-            store_states(p_new, tile, o_c, P, S, CH, SPLIT, PIECES)
+    p_new = find_written(lines, write - LINE_SHIFT, i_group, P * S, APART)
+    keeps = (write > 0) & (committed == 0)
+    if keeps & ((replayed > 0) | is_elsewhere(read, write, APART)):
+        store_states(p_new, tile, o_c, P, S, CH, SPLIT, PIECES)
 
-        # A long row commits its tokens, unless it has none.
-        records = keeps & SHORT
-        p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half)
-        place = (control, control_stride, i_row, i_block, i_group, o_c)
-        for first in range(0, n, AT_ONCE):
-            if not ONE:
-                pointers = find_tokens(tokens, strides, begin + first + AT_ONCE, i_group, o_c, G, P, S, SPLIT)
-                count = n - first - AT_ONCE
-                later = load_tokens(pointers, strides, count, o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE, DEAL)
-            # A branch in any case: the assembler moves loads that nothing waits for to the end of their block.
-            if first + AT_ONCE <= n:
-                for g in tl.static_range(AT_ONCE // DEAL):
+    # A long row commits its tokens, unless it has none.
+    records = keeps & SHORT
+    p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half)
+    place = (control, control_stride, i_row, i_block, i_group, o_c)
+    for first in range(0, n, AT_ONCE):
+        if not ONE:
+            pointers = find_tokens(tokens, strides, begin + first + AT_ONCE, i_group, o_c, G, P, S, SPLIT)
+            count = n - first - AT_ONCE
+            later = load_tokens(pointers, strides, count, o_c, P, S, HAS_Z, PAIRS, CH, SPLIT, PIECES, AT_ONCE)
+        # A branch in any case: the assembler moves loads that nothing waits for to the end of their block.
+        if first + AT_ONCE <= n:
+            for j in tl.static_range(AT_ONCE):
+                tile = _step(
+                    waiting[j],
+                    tile,
+                    (rates, bias, skip),
+                    p_y + j * (G * P),
+                    p_draft + j * RECORD,
+                    records,
+                    place,
+                    first + j,
+                    lines,
+                    G,
+                    P,
+                    S,
+                    SOFTPLUS,
+                    HAS_Z,
+                    EXACT,
+                    LINE_SHIFT,
+                    APART,
+                    TABLE,
+                    KIND,
+                    CH,
+                    SPLIT,
+                    PIECES,
+                )
+        else:
+            for j in tl.static_range(AT_ONCE - 1):
+                if first + j < n:
                     tile = _step(
-                        waiting[g],
-                        DEAL,
+                        waiting[j],
                         tile,
                         (rates, bias, skip),
-                        p_y + g * (DEAL * G * P),
-                        p_draft + g * (DEAL * RECORD),
+                        p_y + j * (G * P),
+                        p_draft + j * RECORD,
                         records,
                         place,
-                        first + g * DEAL,
+                        first + j,
                         lines,
                         G,
                         P,
@@ -289,54 +219,22 @@ def _scan(
                         CH,
                         SPLIT,
                         PIECES,
-                        DEAL,
-                        True,
                     )
-            else:
-                for g in tl.static_range(AT_ONCE // DEAL):
-                    if first + g * DEAL < n:
-                        tile = _step(
-                            waiting[g],
-                            n - first - g * DEAL,
-                            tile,
-                            (rates, bias, skip),
-                            p_y + g * (DEAL * G * P),
-                            p_draft + g * (DEAL * RECORD),
-                            records,
-                            place,
-                            first + g * DEAL,
-                            lines,
-                            G,
-                            P,
-                            S,
-                            SOFTPLUS,
-                            HAS_Z,
-                            EXACT,
-                            LINE_SHIFT,
-                            APART,
-                            TABLE,
-                            KIND,
-                            CH,
-                            SPLIT,
-                            PIECES,
-                            DEAL,
-                            False,
-                        )
-            p_y += AT_ONCE * (G * P)
-            p_draft += AT_ONCE * RECORD
-            if not ONE:
-                waiting = later
-            if waypoints is not None:
-                done = first + AT_ONCE
-                if done % TOKENS == 0:
-                    line = find_waypoint(waypoints, begin, n, i_row, done)
-                    if line > 0:
-                        p_kept = find_written(lines, line - LINE_SHIFT, i_group, P * S, APART)
-                        store_states(p_kept, tile, o_c, P, S, CH, SPLIT, PIECES)
+        p_y += AT_ONCE * (G * P)
+        p_draft += AT_ONCE * RECORD
+        if not ONE:
+            waiting = later
+        if waypoints is not None:
+            done = first + AT_ONCE
+            if done % TOKENS == 0:
+                line = find_waypoint(waypoints, begin, n, i_row, done)
+                if line > 0:
+                    p_kept = find_written(lines, line - LINE_SHIFT, i_group, P * S, APART)
+                    store_states(p_kept, tile, o_c, P, S, CH, SPLIT, PIECES)
 
-        # An empty row changes its line only by a replay or by a move, which are done.
-        if (write > 0) & (committed > 0):
-            store_states(p_new, tile, o_c, P, S, CH, SPLIT, PIECES)
+    # An empty row changes its line only by a replay or by a move, which are done.
+    if (write > 0) & (committed > 0):
+        store_states(p_new, tile, o_c, P, S, CH, SPLIT, PIECES)
 
 
 def mamba1_triton(inputs: ScanInputs, lines: StateLines, rows: Rows, y: Tensor) -> None:
@@ -361,14 +259,13 @@ def _launch(inputs: ScanInputs, lines: StateLines, rows: Rows, y: Tensor, *, sho
     )
     absent = x  # what is not there is never read
     num_blocks = triton.cdiv(sizes.group_channels, tile.channels)
-    _scan[(triton.cdiv(rows.num_rows, tile.rows) * sizes.num_groups * num_blocks,)](
+    _scan[(rows.num_rows * sizes.num_groups * num_blocks,)](
         (x, dt, BC, absent if z is None else z),
         (x.stride(0), dt.stride(0), BC.stride(0) // unit, 0 if z is None else z.stride(0)),
         inputs.rate,
         absent if inputs.D is None else inputs.D,
         absent if inputs.dt_bias is None else inputs.dt_bias,
         *lines.arguments(rows, y),
-        rows.num_rows,
         rows.waypoints,
         G=sizes.num_groups,
         P=sizes.group_channels,
@@ -388,10 +285,8 @@ def _launch(inputs: ScanInputs, lines: StateLines, rows: Rows, y: Tensor, *, sho
         CH=tile.channels,
         SPLIT=tile.split,
         PIECES=tile.pieces(sizes.state_dim),
-        ROWS=tile.rows,
         AT_ONCE=tile.at_once,
-        DEAL=tile.deal,
-        num_warps=tile.num_warps,
+        num_warps=1,
         num_stages=1,
         maxnreg=tile.max_registers,
     )

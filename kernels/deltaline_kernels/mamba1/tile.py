@@ -118,13 +118,6 @@ def load_channels(pointer, mask, o_c, P: tl.constexpr, CH: tl.constexpr, SPLIT: 
 
 
 @triton.jit
-def pick(values, j: tl.constexpr, SPLIT: tl.constexpr):
-    """Return what the j-th thread of each channel has of fp32 `[CH, SPLIT]`, to the bit, for all of them."""
-    own = tl.where(tl.arange(0, SPLIT)[None, :] == j, values.to(tl.int32, bitcast=True), 0)
-    return tl.broadcast(tl.sum(own, axis=1, keep_dims=True).to(tl.float32, bitcast=True), values)[0]
-
-
-@triton.jit
 def advance(tile, rates, steps, updates, b, PIECES: tl.constexpr):
     """Return exp(d A) h + u B^T of the channels' d and u; `rates` are exponents of 2."""
     advanced = ()

@@ -1,8 +1,4 @@
-"""Tokens of a row and records of drafts for the channels of a tile (tile.py), in Triton.
-
-A group is DEAL tokens, one or as many as threads share a channel. Of several each thread has what is one value of the
-channel, x, dt, z and y, of a token of its own: time steps and gates are computed once.
-"""
+"""Tokens of a row and records of drafts for the channels of a tile (tile.py), in Triton."""
 
 import triton
 import triton.language as tl
@@ -15,7 +11,6 @@ from deltaline_kernels.mamba1.tile import (
     load_keys,
     load_pairs,
     multiply,
-    pick,
     store_states,
     to_keys,
 )
@@ -55,43 +50,30 @@ def load_tokens(
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    DEAL: tl.constexpr,
 ):
-    """Return AT_ONCE tokens from `pointers` on, in groups of DEAL, of which the first `count` tokens are there.
-
-    A group is B and C of each of its tokens, then x, dt and z, as they come; of several tokens each thread of a channel
-    has those of one.
-    """
-    o_t = tl.arange(0, SPLIT)[None, :] * (DEAL > 1)
-    groups = ()
-    for g in tl.static_range(AT_ONCE // DEAL):
-        bs, cs = (), ()
-        for j in tl.static_range(g * DEAL, g * DEAL + DEAL):
-            p_b, p_c = pointers[0] + j * strides[2], pointers[1] + j * strides[2]
-            if PAIRS:
-                bs = bs + (load_pairs(p_b, j < count, CH, SPLIT, PIECES),)
-                cs = cs + (load_pairs(p_c, j < count, CH, SPLIT, PIECES),)
-            else:
-                bs = bs + (load_keys(p_b, j < count, S, CH, SPLIT, PIECES),)
-                cs = cs + (load_keys(p_c, j < count, S, CH, SPLIT, PIECES),)
-        first = g * DEAL + o_t
-        inside = (first < count) & below(o_c, P, CH)
-        values = tl.load(pointers[2] + first * strides[0], mask=inside)
-        steps = tl.load(pointers[3] + first * strides[1], mask=inside)
-        gates = tl.load(pointers[4] + first * strides[3], mask=inside) if HAS_Z else values
-        groups = groups + ((bs, cs, values, steps, gates),)
-    return groups
+    """Return B, C, x, dt and z of AT_ONCE tokens from `pointers` on, as they come; the first `count` are there."""
+    tokens = ()
+    for j in tl.static_range(AT_ONCE):
+        p_b, p_c = pointers[0] + j * strides[2], pointers[1] + j * strides[2]
+        if PAIRS:
+            b, c = load_pairs(p_b, j < count, CH, SPLIT, PIECES), load_pairs(p_c, j < count, CH, SPLIT, PIECES)
+        else:
+            b, c = load_keys(p_b, j < count, S, CH, SPLIT, PIECES), load_keys(p_c, j < count, S, CH, SPLIT, PIECES)
+        inside = (j < count) & below(o_c, P, CH)
+        values = tl.load(pointers[2] + j * strides[0], mask=inside)
+        steps = tl.load(pointers[3] + j * strides[1], mask=inside)
+        gates = tl.load(pointers[4] + j * strides[3], mask=inside) if HAS_Z else values
+        tokens = tokens + ((b, c, values, steps, gates),)
+    return tokens
 
 
 @triton.jit
-def run_group(
-    group,
-    count,
+def run_token(
+    token,
     tile,
     weights,
     p_y,
     o_c,
-    GP: tl.constexpr,
     P: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     HAS_Z: tl.constexpr,
@@ -100,40 +82,25 @@ def run_group(
     CH: tl.constexpr,
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
-    DEAL: tl.constexpr,
-    WHOLE: tl.constexpr,
 ):
-    """Write the outputs of a group, from p_y on; return the tile after it, and the B, u and d of a single token.
+    """Write a token's output to p_y; return the tile after it, and its B, u and d.
 
-    Of its DEAL tokens `count` are there, or all if WHOLE. `weights` are the channels' rates, dt_bias and D. KIND is
-    that of keys in pairs, or None.
+    `weights` are the channels' rates, dt_bias and D. KIND is that of keys in pairs, or None.
     """
     rates, bias, skip = weights
-    o_s = tl.arange(0, SPLIT)[None, :]
-    values = group[2].to(tl.float32)
-    steps = group[3].to(tl.float32) + bias
+    b, c = to_keys(token[0], KIND, CH, SPLIT, PIECES), to_keys(token[1], KIND, CH, SPLIT, PIECES)
+    values = token[2].to(tl.float32)
+    steps = token[3].to(tl.float32) + bias
     if SOFTPLUS:
         steps = softplus(steps)
     updates = steps * values
-    seen = values  # of another token each, at last
-    b = to_keys(group[0][0], KIND, CH, SPLIT, PIECES)
-    for j in tl.static_range(DEAL):
-        if DEAL == 1:
-            tile = advance(tile, rates, steps, updates, b, PIECES)
-            seen, _ = tl.broadcast(
-                multiply(tile, to_keys(group[1][j], KIND, CH, SPLIT, PIECES), CH, SPLIT, PIECES), values
-            )
-        else:
-            if WHOLE or j < count:
-                step, update = pick(steps, j, SPLIT), pick(updates, j, SPLIT)
-                tile = advance(tile, rates, step, update, to_keys(group[0][j], KIND, CH, SPLIT, PIECES), PIECES)
-                c = to_keys(group[1][j], KIND, CH, SPLIT, PIECES)
-                seen = tl.where(o_s == j, multiply(tile, c, CH, SPLIT, PIECES), seen)
-    b_y = tl.fma(skip, values, seen)
+    tile = advance(tile, rates, steps, updates, b, PIECES)
+    b_y, _ = tl.broadcast(multiply(tile, c, CH, SPLIT, PIECES), values)
+    b_y = tl.fma(skip, values, b_y)
     if HAS_Z:
-        b_y *= silu(group[4].to(tl.float32), EXACT)
-    mask = below(o_c, P, CH) & ((o_s < DEAL) & (WHOLE | (o_s < count)))
-    tl.store(p_y + o_s * GP, b_y.to(p_y.dtype.element_ty), mask=mask)
+        b_y *= silu(token[4].to(tl.float32), EXACT)
+    o_s = tl.arange(0, SPLIT)[None, :]
+    tl.store(p_y, b_y.to(p_y.dtype.element_ty), mask=below(o_c, P, CH) & (o_s == 0))
     return tile, b, updates, steps
 
 
