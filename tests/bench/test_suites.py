@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from deltaline_bench.lora import cases as lora
 from deltaline_bench.lora.batch import Shape as Lora
 from deltaline_bench.mamba1 import cases as mamba1
 from deltaline_bench.mamba1.shape import Shape as Mamba1
+from deltaline_bench.mamba1.sides import VLLM
 from deltaline_bench.mamba2 import cases as mamba2
 from deltaline_bench.mamba2.shape import Shape as Mamba2
 from deltaline_bench.mamba2.sides import cut_chunks
@@ -49,7 +51,7 @@ class OurPeers(Peers):
     """Peers whose functions are ours of the same names."""
 
     def load(self, module: str, name: str) -> Function:
-        if (module.partition(".")[0], name) == ("vllm", "selective_scan_fn"):
+        if (module.partition(".")[0], name) in {("vllm", "selective_scan_fn"), ("vllm", "selective_scan_fwd")}:
             name = "selective_scan_varlen"  # as ours is called, beside that of mamba-ssm
         function = getattr(compat, name.removeprefix("_"), None)
         if function is None:
@@ -210,6 +212,26 @@ def test_what_no_row_may_read_is_not_a_number(name: str) -> None:
     state.zero_()
     batch.reset_state(state)
     assert torch.equal(state[batch.line_index].isnan().flatten(1).any(1), ~batch.continues)
+
+
+def test_a_scan_whose_kernel_is_not_there_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader of sources puts stand-ins, which do nothing, in the place of what is compiled."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    (tmp_path / "peer_loader.py").write_text(
+        "import sys, types\n"
+        "def install(directory):\n"
+        "    sys.path.insert(0, directory)\n"
+        "    stub = types.ModuleType('vllm._custom_ops')\n"
+        "    stub.selective_scan_fwd = lambda *_: None\n"
+        "    sys.modules[stub.__name__] = stub\n"
+    )
+    ops = tmp_path.joinpath(*VLLM.split(".")[:-1])
+    ops.mkdir(parents=True)
+    ops.joinpath(VLLM.rpartition(".")[2] + ".py").write_text("def selective_scan_fn(*inputs):\n    return inputs[7]\n")
+    batch = mamba1.FAMILY.batch(scan(Mode.PREFILL, (5,)), "stand-in", CPU)
+    with pytest.raises(PeerMissing, match="not installed"):
+        mamba1.FAMILY.peers(batch, Peers(tmp_path))["vLLM"]()
 
 
 def test_chunks_of_a_peer_end_with_rows_and_at_multiples_of_their_length() -> None:

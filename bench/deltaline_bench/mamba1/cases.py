@@ -1,4 +1,4 @@
-"""The cases of the Mamba-1 recurrence with their bars. None is measured yet."""
+"""The cases of the Mamba-1 recurrence with their bars. The times are for an H200."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deltaline_bench.bar import at_least_peers, pair
+from deltaline_bench.bar import Bar, at_least_copy, at_least_peers, at_most_us, pair
 from deltaline_bench.case import Suite
 from deltaline_bench.family import Family, Row
 from deltaline_bench.lines import Mode
@@ -17,28 +17,29 @@ from deltaline_bench.mamba1.sides import ours, peers
 FAMILY = Family(Batch, ours, peers)
 
 
-def _prefill(lengths: Sequence[int]) -> Row[Shape]:
+def _prefill(lengths: Sequence[int], needed: tuple[Bar, ...], aim: Bar) -> Row[Shape]:
     name = f"prefill-{len(lengths)}x{lengths[0]}"
     what = f"{len(lengths)} rows of {lengths[0]}, every other one fresh"
-    return Row(name, what, Shape(Mode.PREFILL, tuple(lengths)), *pair(at_least_peers, None, 1.0))
+    return Row(name, what, Shape(Mode.PREFILL, tuple(lengths)), needed, (aim,))
 
 
-def _decoding(num_rows: int, state: torch.dtype = torch.float32) -> Row[Shape]:
+def _decoding(num_rows: int, needed: Bar, aim: Bar, state: torch.dtype = torch.float32) -> Row[Shape]:
     suffix = "" if state is torch.float32 else "-bf16-state"
     shape = Shape(Mode.DECODE, (1,) * num_rows, state=state)
     what = f"{num_rows} rows of 1 token, lines scattered"
-    return Row(f"decode-{num_rows}{suffix}", what, shape, *pair(at_least_peers, 1.0, 1.1))
+    return Row(f"decode-{num_rows}{suffix}", what, shape, (needed,), (aim,))
 
 
+LEVEL = at_least_peers(1.0), at_least_peers(1.1)
 ROWS = (
-    _prefill([2048] * 8),
-    _prefill([8192]),
-    _prefill([2048]),
-    _decoding(1),
-    _decoding(16),
-    _decoding(64),
-    _decoding(256),
-    _decoding(64, torch.bfloat16),
+    _prefill([2048] * 8, (at_least_peers(1.3), at_most_us(1960)), at_most_us(1000)),
+    _prefill([8192], (at_least_peers(1.3), at_most_us(1005)), at_most_us(700)),
+    _prefill([2048], (), at_least_peers(1.0)),
+    _decoding(1, *LEVEL),
+    _decoding(16, *LEVEL),
+    _decoding(64, at_least_copy(85), at_least_peers(1.1)),
+    _decoding(256, at_least_copy(85), at_least_peers(1.1)),
+    _decoding(64, *LEVEL, torch.bfloat16),
     Row(
         "verify-64",
         "64 rows of 1 + 4 after 1 to 5 accepted drafts; bars in the speed of a decode of 64 rows",

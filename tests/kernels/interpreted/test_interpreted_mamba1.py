@@ -14,6 +14,7 @@ from kernels.mamba1.test_mamba1 import (
     test_mamba1_replay_leaves_what_committing_leaves,
     test_mamba1_replays_any_accepted_count,
     test_mamba1_row_does_not_depend_on_its_neighbours,
+    test_mamba1_takes_aligned_keys,
     test_mamba1_takes_steps_keys_and_gates_in_fp32,
     test_mamba1_without_a_gate_matches_the_reference,
     test_small_steps_are_exact,
@@ -28,9 +29,8 @@ from rigs.kernels.recurrence_checks import (
 )
 from rigs.kernels.scan_batches import ScanLayer, make_scan_batch
 
-from deltaline_kernels.mamba1 import plan
-from deltaline_kernels.mamba1.inputs import ScanSizes
-from deltaline_kernels.mamba1.plan import choose_tile
+from deltaline_kernels.mamba1 import recurrent
+from deltaline_kernels.mamba1.plan import Tile
 
 __all__ = [
     "test_a_draft_that_is_not_finite_leaves_those_before_it_alone",
@@ -38,6 +38,7 @@ __all__ = [
     "test_mamba1_replay_leaves_what_committing_leaves",
     "test_mamba1_replays_any_accepted_count",
     "test_mamba1_row_does_not_depend_on_its_neighbours",
+    "test_mamba1_takes_aligned_keys",
     "test_mamba1_takes_steps_keys_and_gates_in_fp32",
     "test_mamba1_without_a_gate_matches_the_reference",
     "test_small_steps_are_exact",
@@ -51,18 +52,22 @@ def test_mamba1_matches_the_reference(path: InterpretedPath, case: str) -> None:
     checks.test_mamba1_matches_the_reference(path, case)
 
 
-def test_programs_of_several_parts_leave_the_same_states(
-    exact_path: InterpretedPath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As there are for many rows."""
-    rows = [Row(1), Row(3, verify=True, replayed=2), Row(5)]
-    one, many = (make_scan_batch(rows, exact_path, ScanLayer(D=39)) for _ in range(2))
-    one.run(exact_path)
-    assert choose_tile(ScanSizes(1, 39, 16), 3, 4).parts == 1
-    monkeypatch.setattr(plan, "PROGRAMS", 1)
-    assert choose_tile(ScanSizes(1, 39, 16), 3, 4).parts == 4
-    check_against_reference(many, exact_path, exact_path.dtype)
-    assert same_bits(many.state, one.state) and same_bits(many.drafts, one.drafts)
+TILES = [Tile(2), Tile(1, at_once=4), Tile(2, at_once=2), Tile(4, at_once=8)]
+
+
+def test_tiles_of_all_forms_leave_the_same_bits(exact_path: InterpretedPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row gives does not depend on how many rows there are, by which tiles are chosen."""
+    rows = [Row(1), Row(3, verify=True, replayed=2), Row(0, replayed=1), Row(2, skipped=True), Row(9), Row(6)]
+    made = [make_scan_batch(rows, exact_path, ScanLayer(D=39)) for _ in range(1 + len(TILES))]
+    found = []
+    for batch, tile in zip(made, [Tile(1), *TILES], strict=True):
+        monkeypatch.setattr(recurrent, "choose_tile", lambda *_, chosen=tile, **__: chosen)
+        found.append(batch.run(exact_path))
+    check_against_reference(make_scan_batch(rows, exact_path, ScanLayer(D=39)), exact_path, exact_path.dtype)
+    for tile, batch, y in zip(TILES, made[1:], found[1:], strict=True):
+        # The interpreter adds more than two threads' sums in another order.
+        assert torch.equal(y, found[0]) if tile.split <= 2 else torch.allclose(y, found[0], atol=1e-5), tile
+        assert same_bits(batch.state, made[0].state) and same_bits(batch.drafts, made[0].drafts), tile
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

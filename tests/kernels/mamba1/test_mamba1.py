@@ -69,6 +69,13 @@ def test_mamba1_takes_steps_keys_and_gates_in_fp32(path: Path) -> None:
     check_against_reference(replace(batch, **wide), path, path.dtype)
 
 
+@pytest.mark.parametrize("layer", [ScanLayer(D=33), ScanLayer(D=6, G=2, S=4), ScanLayer(D=9, S=64)], ids=str)
+def test_mamba1_takes_aligned_keys(path: Path, layer: ScanLayer) -> None:
+    """Of 16 bits they are loaded in pairs."""
+    rows = [Row(1), Row(3, verify=True, replayed=2), Row(11)]
+    check_against_reference(make_scan_batch(rows, path, layer, padding=8), path, path.dtype)
+
+
 def test_mamba1_rounds_a_16_bit_state_once(path: Path) -> None:
     rows = [Row(1), Row(3, verify=True, replayed=2), Row(37)]
     check_against_reference(make_scan_batch(rows, path, state_dtype=torch.bfloat16), path, torch.bfloat16)
