@@ -1,4 +1,6 @@
-"""choose_plan of the recurrences: rows in parts where few programs would run, whole where parts would wait in turn."""
+"""choose_plan of the recurrences: rows in parts where few programs would run, whole where parts would wait in turn.
+And choose_tile of Mamba-1's.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,11 @@ from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
 from deltaline_kernels.device.row_splits import RowSplits
 from deltaline_kernels.gated_delta import plan as gated_delta
 from deltaline_kernels.kda import plan as kda
+from deltaline_kernels.mamba1 import plan as scan
+from deltaline_kernels.mamba1.inputs import ScanSizes
 from deltaline_kernels.mamba2 import plan as mamba2
 from deltaline_kernels.mamba2.inputs import MambaHeads
+from deltaline_kernels.rows import WAYPOINT_TOKENS
 
 
 def delta(num_key_heads: int, num_value_heads: int, key_dim: int = 128) -> DeltaHeads:
@@ -67,3 +72,23 @@ def test_parts_cover_the_row_and_run_at_once(num_heads: int, length: int) -> Non
         if plan.num_parts > 1:
             assert plan.part_length % family.CHUNK == 0
             assert plan.num_parts * num_heads * 2 <= family.PROGRAMS
+
+
+@pytest.mark.parametrize(
+    ("state_dim", "lengths", "expected"),
+    [
+        pytest.param(16, (1,) * 64, scan.Tile(1), id="decode"),
+        pytest.param(16, (5,) * 64, scan.Tile(1, max_registers=80), id="verify"),
+        pytest.param(16, (2048,) * 8, scan.Tile(1, at_once=2, max_registers=128), id="many-long-rows"),
+        pytest.param(16, (8192,), scan.Tile(2, at_once=8), id="one-long-row"),
+        pytest.param(1, (8192,), scan.Tile(1, at_once=8), id="one-state"),
+        pytest.param(256, (8192,), scan.Tile(16, at_once=2, max_registers=128), id="many-states"),
+    ],
+)
+def test_tiles_of_a_scan_are_those_that_were_measured(
+    state_dim: int, lengths: tuple[int, ...], expected: scan.Tile
+) -> None:
+    tile = scan.choose_tile(ScanSizes(1, 8192, state_dim), len(lengths), max(lengths), short=max(lengths) <= 5)
+    assert tile == expected
+    assert tile.channels * tile.split == 32 and tile.pieces(state_dim) * tile.split * scan.PIECE >= state_dim
+    assert WAYPOINT_TOKENS % tile.at_once == 0

@@ -99,16 +99,17 @@ def to_keys(pairs, kind: tl.constexpr, CH: tl.constexpr, SPLIT: tl.constexpr, PI
     """Return in fp32 what `load_pairs` returned of keys of `kind` bf16 or fp16, or `load_keys`, of None."""
     if kind is None:
         return to_fp32(pairs, PIECES)
-    keys = ()
-    for j in tl.static_range(PIECES):
-        if kind == tl.bfloat16:
-            low, high = pairs[j] << 16, pairs[j] & -65536
-            low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-        else:
-            low, high = pairs[j].to(tl.int16), (pairs[j] >> 16).to(tl.int16)
-            low, high = low.to(kind, bitcast=True).to(tl.float32), high.to(kind, bitcast=True).to(tl.float32)
-        keys = keys + (tl.reshape(tl.join(low, high), (CH, SPLIT, 4)),)
-    return keys
+    else:  # Triton reads on behind a return
+        keys = ()
+        for j in tl.static_range(PIECES):
+            if kind == tl.bfloat16:
+                low, high = pairs[j] << 16, pairs[j] & -65536
+                low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+            else:
+                low, high = pairs[j].to(tl.int16), (pairs[j] >> 16).to(tl.int16)
+                low, high = low.to(kind, bitcast=True).to(tl.float32), high.to(kind, bitcast=True).to(tl.float32)
+            keys = keys + (tl.reshape(tl.join(low, high), (CH, SPLIT, 4)),)
+        return keys
 
 
 @triton.jit
