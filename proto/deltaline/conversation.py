@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from deltaline import link
 from deltaline.arena import Arena, map_sealed
-from deltaline.wire import Buffer
+from deltaline.wire import Buffer, write_pieces
 
 E = TypeVar("E")
 Array: TypeAlias = NDArray[Any]
@@ -30,7 +30,7 @@ Write: TypeAlias = Callable[[Sequence[Buffer]], bool]
 
 Content: TypeAlias = bytes | tuple[Buffer, ...] | Array
 """A message; pieces that are one behind each other, which have to stay as they are until it was written; or what was
-written into a `room`."""
+written into a `room` of the connection's, uint8 [n]."""
 
 _NO_HEAD: dict[str, Any] = {}
 _MAX_TIMEOUT_S = 1e9
@@ -74,7 +74,7 @@ class Conversation(Generic[E]):
     def __init__(self, message_bytes: int, read_status: Callable[[status_pb2.Status], E]) -> None:
         """message_bytes: most bytes of a message, as the server has told. read_status: makes the error of a status."""
         self._read_status = read_status
-        self._message_bytes, self._memory_bytes = message_bytes, link.memory_bytes(message_bytes)
+        self.message_bytes, self._memory_bytes = message_bytes, link.memory_bytes(message_bytes)
         self._calls: dict[int, LinkCall[E]] = {}
         # What waits to be sent: calls with messages, and packets that go ahead of them.
         self.unsent: dict[LinkCall[E], None] = {}
@@ -109,9 +109,12 @@ class Conversation(Generic[E]):
         return LinkCall(head, on_message, on_end)
 
     def send(self, call: LinkCall[E], message: Content | None, *, is_last: bool = False) -> None:
-        """Let a message go with the next `flush`; None for the mere end. Of a call that is over, nothing goes."""
+        """Let a message go with the next `flush`; None for the mere end. Of a call that is over, nothing goes. Raises
+        ValueError for an array that is no `room`."""
         if call.is_over:
             return
+        if isinstance(message, np.ndarray):
+            self._place(message)
         flags = (link.LAST if is_last else 0) | (link.EMPTY if message is None else 0)
         call.outbox.append((message, flags))
         self.unsent[call] = None
@@ -177,18 +180,17 @@ class Conversation(Generic[E]):
         else:
             pieces = message if isinstance(message, tuple) else (message or b"",)
         num_bytes = sum(map(len, pieces))
-        if num_bytes > self._message_bytes:
-            why = f"expected a message of at most {self._message_bytes} bytes, got {num_bytes}"
+        if num_bytes > self.message_bytes:
+            why = f"expected a message of at most {self.message_bytes} bytes, got {num_bytes}"
             self._refuse(call, code_pb2.RESOURCE_EXHAUSTED, why, "MESSAGE_TOO_LARGE")
             return None
         if num_bytes > _MAX_BODY - (0 if call.number else call.head_bytes):
             array = message if isinstance(message, np.ndarray) else self._memory(num_bytes)
-            if array is None or self._arena is None:
+            if array is None:
                 return None
             if array is not message:
                 write_pieces(pieces, array)
-            number, arena = self._arena
-            place = link.Place(number, arena.offset(array) or 0, num_bytes)
+            place = self._place(array)
             self._placed[place.offset] = array
             return place.packed(), flags | link.PLACED
         return b"".join(pieces), flags
@@ -201,6 +203,14 @@ class Conversation(Generic[E]):
                 self.ask_memory(self._memory_bytes, self._take_arena)
             return None
         return self._arena[1].empty((size,), "u1")
+
+    def _place(self, array: Array) -> link.Place:
+        """Where an array lies in link memory. Raises ValueError unless it is uint8 [n] there."""
+        offset = None if self._arena is None else self._arena[1].offset(array)
+        if self._arena is None or offset is None or array.dtype != np.uint8 or array.ndim != 1:
+            got = f"{array.dtype} {list(array.shape)}{' elsewhere' if offset is None else ''}"
+            raise ValueError(f"message: expected uint8 [n] of this connection's room, got {got}")
+        return link.Place(self._arena[0], offset, len(array))
 
     def _take_arena(self, made: Region | E) -> None:
         """Raises LinkError."""
@@ -293,9 +303,8 @@ class Conversation(Generic[E]):
                 self._refuse(call, code_pb2.UNKNOWN, why)
                 continue
             room = self._memory(call.room_bytes)
-            if room is not None and self._arena is not None:
-                number, arena = self._arena
-                place = link.Place(number, arena.offset(room) or 0, call.room_bytes)
+            if room is not None:
+                place = self._place(room)
                 self._placed[place.offset] = room
                 self.control.append(link.pack(link.ROOM, call.number) + place.packed())
             else:
@@ -330,14 +339,6 @@ class Conversation(Generic[E]):
             makers, self._makers = self._makers, {}
             for on_done in makers.values():
                 on_done(error)
-
-
-def write_pieces(pieces: Sequence[Buffer], array: Array) -> None:
-    """Write the pieces of a message, one behind the other, into an array uint8 [their bytes]; other threads run."""
-    begin = 0
-    for piece in pieces:
-        array[begin : begin + len(piece)] = np.frombuffer(piece, np.uint8)
-        begin += len(piece)
 
 
 def _read(array: Array | None, place: link.Place) -> memoryview:

@@ -148,6 +148,15 @@ def field_pieces(number: int, buffers: Sequence[Buffer]) -> list[Buffer]:
     return [field_head(number, sum(map(len, buffers))), *buffers]
 
 
+def write_pieces(pieces: Sequence[Buffer], memory: NDArray[np.uint8]) -> None:
+    """Write buffers, one behind the other, to memory, uint8 [their bytes]. Other threads run while large ones are
+    copied."""
+    begin = 0
+    for piece in pieces:
+        memory[begin : begin + len(piece)] = np.frombuffer(piece, np.uint8)
+        begin += len(piece)
+
+
 @lru_cache(4096)
 def field_head(number: int, num_bytes: int) -> bytes:
     """Return what stands before a length-delimited field of so many bytes: its tag and its length."""

@@ -7,14 +7,17 @@ import fcntl
 import os
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from deltaline import conversation, link
+from deltaline.arena import ALIGNMENT
 from deltaline.conversation import Conversation, LinkCall
 from deltaline.wire import Buffer
 
 LARGE = bytes(5 << 20)  # memory has room for two
+ROOM_BYTES = link.MAX_PACKET_BYTES  # with what stands before it, more than a packet
 REGION = 7
 
 
@@ -93,6 +96,44 @@ def test_memory_of_a_call_that_was_given_up_before_it_went_is_free(server: Serve
     server.conversation.cancel(unsent)
     server.begin(LARGE)
     server.take(link.CALL)
+
+
+def test_an_array_goes_from_where_it_was_written(server: Server) -> None:
+    server.get_memory()
+    first, room = server.conversation.room(ROOM_BYTES), server.conversation.room(ROOM_BYTES)
+    assert first is not None and room is not None
+    call = server.conversation.begin("/x", lambda body: None, lambda end: None)
+    server.conversation.send(call, room)
+    server.flush()
+    ((packet, body),) = server.take(link.CALL)
+    place = link.Place.read(body)
+    assert packet.flags & link.PLACED and (place.region, place.size) == (REGION, len(room))
+    assert place.offset % ALIGNMENT == 0 and place.offset >= len(first)
+
+
+@pytest.mark.parametrize("what", ["of its own", "of another connection", "of other elements", "of two dimensions"])
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_an_array_that_is_no_room_is_refused(server: Server, what: str, has_memory: bool) -> None:
+    """Else other bytes would go."""
+    other = Server()
+    for one in (server, other) if has_memory else (other,):
+        one.get_memory()
+    room = (server if has_memory else other).conversation.room(ROOM_BYTES)
+    foreign = other.conversation.room(ROOM_BYTES)
+    assert room is not None and foreign is not None
+    message = {
+        "of its own": np.zeros(ROOM_BYTES, np.uint8),
+        "of another connection": foreign,
+        "of other elements": room.view(np.float32),
+        "of two dimensions": room.reshape(2, ROOM_BYTES // 2),
+    }[what]
+    call, _, ends = server.begin(b"begins")
+    server.take(link.CALL)
+    with pytest.raises(ValueError, match=r"message: expected uint8 \[n\] of this connection's room, got"):
+        server.conversation.send(call, message)
+    server.flush()
+    server.take()
+    assert not ends
 
 
 def test_memory_for_a_reply_stays_until_the_server_is_done_with_a_call_given_up(server: Server) -> None:

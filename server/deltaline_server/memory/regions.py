@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline.wire import Buffer
+from deltaline.wire import Buffer, write_pieces
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.log import event
 from deltaline_server.memory.mappings import Bytes, Mappings, Pinning
@@ -220,10 +220,7 @@ class Regions:
     def copy_in(self, number: int, offset: int, pieces: Sequence[Buffer], owner: Owner) -> None:
         """Write bytes to a slice of its owner's, one piece behind the other. Raises: RequestError
         INVALID_SHARED_MEMORY."""
-        memory, begin = self._slice("place", number, offset, sum(map(len, pieces)), (owner,)), 0
-        for piece in pieces:
-            memory[begin : begin + len(piece)] = np.frombuffer(piece, np.uint8)
-            begin += len(piece)
+        write_pieces(pieces, self._slice("place", number, offset, sum(map(len, pieces)), (owner,)))
 
     def _slice(self, field: str, number: int, offset: int, size: int, owners: Container[Owner]) -> Bytes:
         region = self._regions.get(number)

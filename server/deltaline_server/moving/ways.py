@@ -12,9 +12,9 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
 
 from deltaline import link
-from deltaline.conversation import Content, Conversation, LinkCall, write_pieces
+from deltaline.conversation import Content, Conversation, LinkCall
 from deltaline.link_socket import LinkSocket, connect
-from deltaline.wire import Buffer
+from deltaline.wire import Buffer, write_pieces
 
 # How long a server may take to take a message, and to answer behind the last one.
 PAUSE_S = 30.0
@@ -82,7 +82,8 @@ class GrpcWay:
             call.cancel()
             if writing is not None:
                 await asyncio.wait([writing])
-                writing.cancelled() or writing.exception()  # the call says it
+                if not writing.cancelled():
+                    writing.exception()  # the call says it
         return answer
 
 
@@ -171,12 +172,12 @@ async def _within_pause(writing: asyncio.Future[None] | None) -> None:
 
 async def _placed(message: Message, connection: LinkSocket[status_pb2.Status], ended: asyncio.Future[bytes]) -> Content:
     """A message, which a thread has written into link memory where it is large. While the server reads it the next is
-    written. As it is once the call has ended."""
-    num_bytes = sum(map(len, message))
-    if num_bytes < link.MAX_PACKET_BYTES:
+    written. As it is once the call has ended, and where it is too large for the server, which ends the call."""
+    num_bytes, conversation = sum(map(len, message)), connection.conversation
+    if not link.MAX_PACKET_BYTES <= num_bytes <= conversation.message_bytes:
         return message
     while not ended.done():
-        room = connection.conversation.room(num_bytes)
+        room = conversation.room(num_bytes)
         if room is not None:
             await asyncio.to_thread(write_pieces, message, room)
             return room

@@ -210,9 +210,9 @@ class Exchange:
         with _counted(self._num_states, number, 1):
             yield
 
-    def close(self) -> None:
-        """Finish what threads look at, behind the last call."""
-        self._threads.close()
+    async def close(self) -> None:
+        """Finish what threads look at, behind the last call. Idempotent."""
+        await asyncio.to_thread(self._threads.close)
 
     def _place(self, owner: Principal, num_bytes: int) -> AbstractContextManager[None]:
         """Count a place, which gives way to nobody. Raises RequestError NO_SNAPSHOT_LINES where a principal would have

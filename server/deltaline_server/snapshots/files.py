@@ -99,7 +99,7 @@ class FileTier:
         self._writing: dict[bytes, bool] = {}
         self._making_room = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="states")
+        self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="files")
 
     async def find_all(self) -> list[StateHeader]:
         """Take what is in the folder from an earlier server; return the states. To be called once, before the rest.

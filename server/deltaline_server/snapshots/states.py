@@ -222,10 +222,12 @@ class States:
     async def close(self) -> None:
         """Finish what is copied between the tiers. Idempotent."""
         await asyncio.gather(*self._copies, return_exceptions=True)
-        if self._moves is not None:
-            await self._moves.close()
-        if self.exchange is not None:
-            self.exchange.close()
+        try:
+            if self._moves is not None:
+                await self._moves.close()
+        finally:
+            if self.exchange is not None:
+                await self.exchange.close()
 
     def existing_exchange(self) -> Exchange:
         """What states go by. Raises RequestError HOST_TIER_OFF where there is none."""

@@ -75,11 +75,15 @@ class StateThreads:
 
     async def digests(self, sections: Sequence[Section], memory: Bytes) -> list[bytes]:
         """The digests of a state's sections, by all threads. memory: uint8 [state_bytes(sections)]; where this is
-        cancelled it may be read still."""
+        cancelled, threads that are at it may read it still."""
         part_bytes = max(PART_BYTES, state_bytes(sections) // THREADS)
         parts = [list(some) for _, some in groupby(sections, lambda section: section.offset // part_bytes)]
         begun = [self.begin(partial(_digests, some, memory)) for some in parts]
-        return [digest for one in begun for digest in await asyncio.wrap_future(one)]
+        try:
+            return [digest for one in begun for digest in await asyncio.wrap_future(one)]
+        finally:
+            for one in begun:
+                one.cancel()
 
     def close(self) -> None:
         """Finish what was begun and end the threads."""
@@ -158,7 +162,8 @@ class Arriving:
 class Filling:
     """A state's memory, which is filled from its beginning; each section is judged while those behind it come.
 
-    Nothing is written any more behind the context.
+    Nothing is written any more behind the context. A judge that was at it when a state failed, or its call was
+    cancelled, may read the memory still, and nobody hears of what it finds; those that waited do not begin.
     """
 
     def __init__(self, threads: StateThreads, stored: StoredHeader, memory: Bytes, judge: Judge) -> None:
@@ -171,6 +176,8 @@ class Filling:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
+        for one in (*self._copying, *self._judging):
+            one.cancel()
         while any(not one.done() for one in self._copying):
             with suppress(asyncio.CancelledError):  # it is told already
                 await asyncio.wait([asyncio.wrap_future(one) for one in self._copying])
@@ -197,7 +204,8 @@ class Filling:
     async def judged(self) -> None:
         """Wait until all is judged. Raises what the judges raise of the first section that they refuse."""
         await self._copied()
-        self._begin()
+        if self._num_begun < self._num_there:
+            self._begin()
         for one in self._judging:
             await asyncio.wrap_future(one)
 

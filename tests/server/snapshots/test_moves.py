@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
+from rigs.exchanged_states import exported
 from rigs.scheduler_rig import refuses, turns
 from rigs.stored_states import (
     KEY,
@@ -310,3 +314,40 @@ async def test_close_finishes_what_is_copied(tmp_path: Path) -> None:
     rig.states.check_integrity()
     assert rig.tiers.host is not None and rig.tiers.host.find(made.id) is not None
     await rig.tiers.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_close_lets_other_calls_go_on_until_threads_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Also where moves fail to end."""
+    rig = make_rig(tmp_path)
+    made = await captured(await prefilled(rig))
+    begins, goes_on, went_on = threading.Event(), threading.Event(), list[bool]()
+
+    def digest(data: memoryview) -> bytes:
+        begins.set()
+        went_on.append(goes_on.wait(5.0))
+        return bytes(16)
+
+    async def failing() -> None:
+        raise OSError("no more")
+
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", digest)
+    exporting = asyncio.ensure_future(exported(rig, made.id))
+    await asyncio.to_thread(begins.wait)
+    exporting.cancel()
+    assert rig.moves is not None
+    if fails:
+        monkeypatch.setattr(rig.moves, "close", failing)
+    closing = asyncio.ensure_future(rig.states.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    goes_on.set()
+    with pytest.raises(OSError, match="no more") if fails else nullcontext():
+        await closing
+    assert went_on and all(went_on)
+    with pytest.raises(asyncio.CancelledError):
+        await exporting
+    with pytest.raises(RuntimeError, match="shutdown"):
+        await exported(rig, made.id)
