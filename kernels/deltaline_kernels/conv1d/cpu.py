@@ -1,17 +1,18 @@
 """Causal convolution over packed rows on the CPU: vectorised PyTorch, tap by tap over blocks that fit in cache."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.conv1d.inputs import ConvInputs
+from deltaline_kernels.cpu.elementwise import evenly_
 from deltaline_kernels.cpu.row_groups import RowGroup, group_rows, put, take
 from deltaline_kernels.rows import Rows
 
 # Values per block: 256 tokens x 3072 channels was the fastest of 32..2048 tokens (2 cores, 1 MiB of L2 each).
 BLOCK_VALUES = 256 * 3072
-# PyTorch gives a thread no less than so many values, and computes so many at once or a divisor of it.
-GRAIN, VECTORS = 32768, 32
 
 
 def causal_conv1d_cpu(inputs: ConvInputs, rows: Rows, y: Tensor) -> None:
@@ -49,7 +50,7 @@ def _convolve_group(inputs: ConvInputs, w: Tensor, b: Tensor | None, group: RowG
             if begin < seen:
                 _convolve(head[part, begin:], w, b, total[:, : seen - begin])
         if inputs.silu:
-            _silu(total)
+            evenly_(partial(F.silu, inplace=True), total)
     if not in_place:
         put(y, group.token_index, out.flatten(0, 1))
     if group.writes:
@@ -80,21 +81,3 @@ def _convolve(full: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
         out.addcmul_(full[:, j : j + n].to(torch.float32), w[j])
     if b is not None:
         out.add_(b)
-
-
-def _silu(total: Tensor) -> None:
-    """Apply SiLU to a contiguous fp32 tensor in place, to each value the same way wherever it stands.
-
-    PyTorch computes what does not fill a vector of each thread's share in another way, which differs in the last place:
-    the rest is padded to whole vectors. Should a release share the work out otherwise, only that last place is lost.
-    """
-    count = total.numel()
-    threads = max(1, min(torch.get_num_threads(), -(-count // GRAIN)))
-    even = max(count - count % (threads * VECTORS), (threads - 1) * GRAIN)
-    if even == count:
-        F.silu(total, inplace=True)
-        return
-    values = total.view(-1)
-    F.silu(values[:even], inplace=True)
-    rest = values[even:]
-    rest.copy_(F.silu(F.pad(rest, (0, -rest.numel() % VECTORS)))[: rest.numel()])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deltaline_kernels.checks import FP8, FP8_BLOCK
+from deltaline_kernels.checks import FP8, FP8_BLOCK, check_tensor
 from deltaline_kernels.device.sizes import cdiv
 
 # Values of a word, and words of a block of inputs.
@@ -20,10 +20,11 @@ def pack_fp8(weight: Tensor) -> Tensor:
     """Return a weight `[N, K]` e4m3 as `multiply_fp8` takes it: `[N, 32 * ceil(K / 128)]` int32, zeros behind K.
 
     Raises:
-        ValueError: it is not `[N, K]` e4m3, or holds NaN, which kernels do not know.
+        TypeError, ValueError: it is not `[N, K]` e4m3, has no values, or holds NaN, which kernels do not know.
     """
-    if weight.ndim != 2 or weight.dtype != FP8:
-        raise ValueError(f"weight: expected {FP8} of shape [N, K], got {weight.dtype} of {list(weight.shape)}")
+    check_tensor("weight", weight, (None, None), (FP8,), None)
+    if weight.numel() == 0:
+        raise ValueError(f"weight: expected shape [N, K], none of them 0, got {list(weight.shape)}")
     values = weight.view(torch.uint8)
     if bool((values & 0x7F == 0x7F).any()):
         raise ValueError("weight: expected numbers, got NaN")

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.cpu.delta_rule import delta_rule_cpu
+from deltaline_kernels.cpu.elementwise import evenly_
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.rows import Rows, StateLines
 
@@ -15,6 +16,6 @@ def gated_delta_cpu(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tenso
     if A_log is None or dt_bias is None:
         g, beta = a.float(), b.float()
     else:
-        g = F.softplus(a.float() + dt_bias.float()).mul_(A_log.float().exp().neg_())
-        beta = b.float().sigmoid_() if b.dtype != torch.float32 else b.sigmoid()
+        g = evenly_(F.softplus, a.float() + dt_bias.float()).mul_(A_log.float().exp().neg_())
+        beta = evenly_(torch.sigmoid, b.to(torch.float32, copy=True, memory_format=torch.contiguous_format))
     delta_rule_cpu(inputs, g[..., None], beta, lines, rows, o)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.cpu.decay import exp_
+from deltaline_kernels.cpu.elementwise import evenly_
 from deltaline_kernels.cpu.recurrence import run_rows
 from deltaline_kernels.cpu.row_groups import RowGroup
 from deltaline_kernels.mamba1.inputs import ScanInputs, ScanSizes
@@ -22,10 +23,11 @@ AT_ONCE = 8
 
 def mamba1_cpu(inputs: ScanInputs, lines: StateLines, rows: Rows, y: Tensor) -> None:
     """Write the rows' outputs to y `[T, D]`; mutates `lines`. Validated by the caller."""
-    dt, dt_bias, rate = inputs.dt.float(), inputs.dt_bias, inputs.rate.float()
-    step = dt if dt_bias is None else dt + dt_bias.float()
+    rate, step = inputs.rate.float(), inputs.dt.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if inputs.dt_bias is not None:
+        step += inputs.dt_bias.float()
     if inputs.softplus:
-        step = F.softplus(step)
+        evenly_(F.softplus, step)
     if inputs.log_rate:
         rate = -rate.exp()
     run_rows(rows, lines, y, partial(_fold, inputs.heads, rate), partial(_run_tokens, inputs, step, rate))
@@ -52,7 +54,8 @@ def _run_tokens(
     if inputs.D is not None:
         out.addcmul_(x, inputs.D.float())
     if inputs.z is not None:
-        out.mul_(F.silu(group.tokens(inputs.z).float()))
+        z = group.tokens(inputs.z).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        out.mul_(evenly_(partial(F.silu, inplace=True), z))
     if group.committed > 0 or not group.writes:
         return None
     return torch.cat((B, u, steps), dim=-1)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.cpu.decay import decay_between, exp_
+from deltaline_kernels.cpu.elementwise import evenly_
 from deltaline_kernels.cpu.recurrence import fold_records, run_rows
 from deltaline_kernels.cpu.row_groups import RowGroup
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
@@ -26,9 +27,11 @@ CHUNK = 64
 def mamba2_cpu(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) -> None:
     """Write the rows' outputs to y `[T, H, P]`; mutates `lines`. Validated by the caller."""
     dt, dt_bias, rate = inputs.dt, inputs.dt_bias, inputs.rate.float()
-    step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    step = dt.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if dt_bias is not None:
+        step += dt_bias.float()
     if inputs.softplus:
-        step = F.softplus(step).clamp_(*inputs.heads.dt_limit)
+        evenly_(F.softplus, step).clamp_(*inputs.heads.dt_limit)
     g = step * (-rate.exp() if inputs.log_rate else rate)
     run_tokens = partial(_run_tokens, inputs.xBC, step, g, inputs.D, inputs.heads)
     run_rows(rows, lines, y, partial(fold_records, inputs.heads.num_groups), run_tokens)

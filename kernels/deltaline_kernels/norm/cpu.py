@@ -1,8 +1,10 @@
 """RMS norms on the CPU: vectorised PyTorch, the gated one over blocks of tokens that fit in cache."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltaline_kernels.cpu.elementwise import evenly_
 from deltaline_kernels.norm.reference import GATES
 
 # Values per block: 256 tokens x 1024 values (1 MiB of fp32).
@@ -30,7 +32,8 @@ def gated_rms_norm_cpu(
     block = max(1, BLOCK_VALUES // max(1, num_heads * value_dim))
     for begin in range(0, num_tokens, block):
         part = o[begin : begin + block].float()
-        gate = GATES[activation](z[begin : begin + block].float())
+        gate = z[begin : begin + block].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        evenly_(GATES[activation], gate)
         if gate_first:
             part = gate.mul_(part)
         inverse = part.square().mean(-1, keepdim=True).add_(eps).rsqrt_()

@@ -146,16 +146,13 @@ class LayerReader:
             assert fp8 is not None and blocks is not None
             scales.append(blocks.of(fp8.read_scales()))
             values.append(module.order(partial(fp8.read, columns=module.columns_of(place)), place))
-        whole, factors = self._put(torch.cat(values), torch.uint8), torch.cat(scales)
-        names = ", ".join(f"{self._prefix}{module.name}.weight" for module in piece.modules)
-        limits = torch.finfo(self.placement.dtype)
-        if float(factors.max()) > limits.max / torch.finfo(torch.float8_e4m3fn).max:
-            raise ModelError(f"{names}: expected values that {limits.dtype} holds, got a scale of {factors.max():g}")
+        whole = self._put(torch.cat(values), torch.uint8)
         try:
             words = pack_fp8(whole.view(torch.float8_e4m3fn))
         except ValueError as error:
-            raise ModelError(f"{names}: {error}") from error
-        return Fp8Weight(words, self._put(factors, torch.float32))
+            bad = next(i for i, part in enumerate(values) if bool((part & 0x7F == 0x7F).any()))
+            raise ModelError(f"{self._prefix}{piece.modules[bad].name}.{error}") from error
+        return Fp8Weight(words, self._put(torch.cat(scales), torch.float32))
 
     def _put(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor on the device, contiguous, in `dtype` or the model's, sharing no memory with a file."""

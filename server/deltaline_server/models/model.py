@@ -335,7 +335,7 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
         source: TensorSource = (
             hashed or checkpoint or random_init(config, layers, options.scope, options.seed, placement.device)
         )
-        between = () if checkpoint is None else opened(source, config, placement.device)
+        between = () if checkpoint is None else opened(source, config, placement)
         loader = LayerLoader(between[-1] if between else source, config, layers, options.scope, placement)
         streams = config.streams if options.scope is Scope.BLOCK else None
         token = SpanShapes(config.hidden_size, dtype.itemsize)

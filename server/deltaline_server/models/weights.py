@@ -165,14 +165,14 @@ def random_init(
 
 
 def opened(
-    source: TensorSource, config: ModelConfig, device: torch.device
+    source: TensorSource, config: ModelConfig, placement: Placement
 ) -> tuple[DequantisedTensors | SharedBlocks, ...]:
-    """Return what makes weights for a device of each layer of a checkpoint's tensors: each a source around the one
+    """Return what makes weights for a placement of each layer of a checkpoint's tensors: each a source around the one
     before it, the first around `source`; none where these are plain."""
     made: list[DequantisedTensors | SharedBlocks] = []
     if config.quantization is not None:
-        block, stays = config.quantization.weight_block_size, can_multiply_fp8(device)
-        made.append(DequantisedTensors(source, block, stays=stays))
+        block, stays = config.quantization.weight_block_size, can_multiply_fp8(placement.device)
+        made.append(DequantisedTensors(source, block, stays=stays, dtype=placement.dtype))
     if config.shared_blocks is not None:
         made.append(config.shared_blocks.of(made[-1] if made else source, config.layers))
     return tuple(made)

@@ -103,8 +103,10 @@ def test_what_is_no_weight_is_not_packed() -> None:
     weight.view(torch.uint8)[2, 4] = 0xFF
     with pytest.raises(ValueError, match=r"^weight: expected numbers, got NaN$"):
         pack_fp8(weight)
-    with pytest.raises(ValueError, match=r"^weight: expected torch.float8_e4m3fn of shape \[N, K\], got torch.float32"):
+    with pytest.raises(TypeError, match=r"^weight: expected torch.float8_e4m3fn, got torch.float32"):
         pack_fp8(torch.zeros(3, 5))
+    with pytest.raises(ValueError, match=r"^weight: expected shape \[N, K\], none of them 0, got \[0, 5\]"):
+        pack_fp8(weight[:0])
 
 
 @pytest.mark.usefixtures("kernels")

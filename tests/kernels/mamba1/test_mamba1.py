@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rigs.kernels.batches import Row
+from rigs.kernels.batches import Row, plan_rows
 from rigs.kernels.paths import Path
 from rigs.kernels.recurrence_checks import (
     check_a_draft_that_is_not_finite,
@@ -141,6 +141,16 @@ def test_mamba1_replay_leaves_what_committing_leaves(path: Path, step: float) ->
 def test_mamba1_row_does_not_depend_on_its_neighbours(path: Path) -> None:
     rows = [Row(1), Row(1), Row(4, verify=True, replayed=2), Row(40, replayed=1)]
     check_rows_are_apart(lambda: make_scan_batch(rows, path), rows, path)
+
+
+def test_a_row_of_odd_channels_is_the_same_alone() -> None:
+    """On the CPU, where rows of a length are computed at once, from tokens that lie apart."""
+    path, layer, rows = Path("cpu", torch.float32), ScanLayer(D=33), [Row(63), Row(15), Row(63)]
+    alone = plan_rows([rows[0], Row(15, skipped=True), Row(63, skipped=True)], 63, "cpu")
+    for seed in range(20):
+        batch = make_scan_batch(rows, path, layer, max_short=63, seed=seed)
+        by_itself = batch.clone().replaced(rows=alone).run(path)
+        assert same_bits(batch.run(path)[:63], by_itself[:63]), seed
 
 
 def test_a_row_of_many_channels_does_not_depend_on_its_neighbours(path: Path) -> None:

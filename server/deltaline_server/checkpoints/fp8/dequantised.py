@@ -28,10 +28,17 @@ class DequantisedTensors:
     another is asked for. What keeps a weight in e4m3 reads it by the `fp8` of its info.
     """
 
-    def __init__(self, source: TensorSource, block: tuple[int, int] | None, *, stays: bool = True) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        block: tuple[int, int] | None,
+        *,
+        stays: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """block: rows and columns that have one scale, None where a matrix has one. stays: whether weights may stay in
-        e4m3, else they are read as what they stand for alone."""
-        self._source, self._size, self._stays = source, block, stays
+        e4m3, else they are read as what they stand for alone. dtype: the model's, which must hold that."""
+        self._source, self._size, self._stays, self._limits = source, block, stays, torch.finfo(dtype)
         stored = frozenset(source.names)
         self._scales = dict[str, list[str]]()
         for name in stored:
@@ -117,8 +124,9 @@ class DequantisedTensors:
         """Read the scales of a weight, which fit it: fp32, of every matrix `[block rows, block columns]`."""
         [scales] = self._scales[name]
         values = self._source.read(scales, ALL, ALL).float()
-        if not bool(((values > 0) & (values * MAX_E4M3).isfinite()).all()):
-            raise ModelError(f"{scales}: expected positive numbers that times {MAX_E4M3:.0f} are finite, got others")
+        if not bool(((values > 0) & (values * MAX_E4M3 <= self._limits.max)).all()):
+            what = f"positive numbers that times {MAX_E4M3:.0f} are finite in {self._limits.dtype}"
+            raise ModelError(f"{scales}: expected {what}, got others")
         if values.ndim == len(shape):
             return values
         return values.reshape((-1, 1, 1)[-len(shape) :]).expand(*shape[:-2], 1, 1)

@@ -1,0 +1,29 @@
+"""Functions of single values on the CPU, whose bits do not depend on where a value stands among others."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# PyTorch gives a thread no less than so many values, and computes so many at once or a divisor of it.
+GRAIN, VECTORS = 32768, 32
+
+
+def evenly_(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Put function's results in the place of contiguous fp32 values, each computed the same way wherever it stands.
+
+    PyTorch computes what does not fill a vector of each thread's share in another way, which differs in the last place:
+    the rest is padded to whole vectors. Should a release share the work out otherwise, only that last place is lost.
+    function: of each value by itself; may write in place. Returns `values`.
+    """
+    count = values.numel()
+    threads = max(1, min(torch.get_num_threads(), -(-count // GRAIN)))
+    even = max(count - count % (threads * VECTORS), (threads - 1) * GRAIN)
+    if even == count:
+        return values.copy_(function(values))
+    flat = values.view(-1)
+    flat[:even].copy_(function(flat[:even]))
+    rest = flat[even:]
+    rest.copy_(function(F.pad(rest, (0, -rest.numel() % VECTORS)))[: rest.numel()])
+    return values
