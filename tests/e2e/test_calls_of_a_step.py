@@ -29,8 +29,8 @@ from deltaline_server.app import Server
 
 # Three of the server's by gRPC are its histograms, for some forty of prometheus that nobody counted here.
 MOST = {
-    "grpc": {"server": 167, "client": 58, "kernels": 169, "wire": 14},
-    "link": {"server": 179, "client": 73, "kernels": 169, "wire": 14},
+    "grpc": {"server": 167, "client": 58, "kernels": 175, "wire": 14},
+    "link": {"server": 179, "client": 73, "kernels": 175, "wire": 14},
 }
 ROWS, WARM_UP, STEPS = 16, 10, 100
 PACKAGES = {"server": deltaline_server, "client": deltaline_client, "kernels": deltaline_kernels}

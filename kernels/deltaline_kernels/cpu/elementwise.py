@@ -20,10 +20,9 @@ def evenly_(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
     count = values.numel()
     threads = max(1, min(torch.get_num_threads(), -(-count // GRAIN)))
     even = max(count - count % (threads * VECTORS), (threads - 1) * GRAIN)
-    if even == count:
-        return values.copy_(function(values))
     flat = values.view(-1)
-    flat[:even].copy_(function(flat[:even]))
-    rest = flat[even:]
-    rest.copy_(function(F.pad(rest, (0, -rest.numel() % VECTORS)))[: rest.numel()])
+    if even > 0:
+        flat[:even].copy_(function(flat[:even]))
+    if even < count:
+        flat[even:] = function(F.pad(flat[even:], (0, -(count - even) % VECTORS)))[: count - even]
     return values
