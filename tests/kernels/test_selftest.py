@@ -98,6 +98,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "latent_attention",
         {"num_key_heads": 1, "num_value_heads": 3, "key_dim": 20, "value_dim": 20, "rotary_dim": 2},
     ),
+    "latents-large": (
+        "latent_attention",
+        {"num_key_heads": 1, "num_value_heads": 32, "key_dim": 576, "value_dim": 512, "rotary_dim": 64, "max_draft": 5},
+    ),
     "short-conv": ("short_conv", {"num_key_heads": 0, "conv_width": 3}),
     "short-conv-odd": (
         "short_conv",
@@ -113,7 +117,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_selftest_takes_a_model(path: Path, model: str) -> None:
-    if path.device == "cpu" and model == "delta-large":
+    if path.device == "cpu" and model in ("delta-large", "latents-large"):
         pytest.skip("large sizes are for compiled kernels: on a CPU they take a minute and are no other code")
     recurrence, sizes = MODELS[model]
     checks = run_selftest(path.device, path.dtype, recurrence=recurrence, **sizes)

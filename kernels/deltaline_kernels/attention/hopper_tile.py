@@ -13,8 +13,6 @@ registers to something else in between.
 
 from __future__ import annotations
 
-import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,9 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltaline_kernels.attention.inputs import Keys, Queries
-from deltaline_kernels.attention.modifiers.shipped import causal
 from deltaline_kernels.attention.plan import HOPPER
-from deltaline_kernels.device.hopper import barrier
+from deltaline_kernels.device.hopper import barrier, clear_rows, on_hopper
 from deltaline_kernels.device.sizes import pow2
 from deltaline_kernels.rows import Rows
 
@@ -94,21 +91,6 @@ def _soften(s, m, C: gl.constexpr, dtype: gl.constexpr):
     m = gl.maximum(m, gl.max(s, 1) * C)
     p = gl.exp2(s * C - m[:, None])
     return m, p.to(dtype), gl.sum(p, 1)
-
-
-@gluon.jit
-def _clear_rows(buffer, first, WARPS: gl.constexpr):
-    """Overwrite the rows of a buffer from `first` on with zeros, a few columns at a time."""
-    ROWS: gl.constexpr = buffer.shape[0]
-    COLUMNS: gl.constexpr = buffer.shape[1]
-    PART: gl.constexpr = 64
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    is_kept = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None] < first
-    for i in gl.static_range(COLUMNS // PART):
-        part = buffer.slice(i * PART, PART, 1)
-        part.store(gl.where(is_kept, part.load(layout), 0.0).to(buffer.dtype))
-    fence_async_shared()
-    barrier()
 
 
 @gluon.jit
@@ -295,7 +277,7 @@ def attend_long_kernel(
             stage = num_blocks % STAGES
             mbarrier.wait(bars.index(stage), num_blocks // STAGES % 2)
             if num_blocks * BLOCK_N > num_keys:
-                _clear_rows(v_s.index(stage), num_keys - (num_blocks - 1) * BLOCK_N, WARPS)
+                clear_rows(v_s.index(stage), num_keys - (num_blocks - 1) * BLOCK_N, WARPS)
             acc = warpgroup_mma(p_left, v_s.index(stage), acc, is_async=True)
             acc, p_left = warpgroup_mma_wait(0, deps=[acc, p_left])
 
@@ -327,9 +309,7 @@ def attend_long_kernel(
 def can_attend(queries: Queries, keys: Keys) -> bool:
     """Return whether `launch_attend` runs on this device with these sizes, a causal mask and no other modifier."""
     q, heads = queries.q, queries.heads
-    # Triton's interpreter has no Gluon.
-    compiled = q.device.type != "cpu" and not triton.knobs.runtime.interpret
-    if not compiled or torch.cuda.get_device_capability(q.device)[0] != 9 or heads.key_dim not in HOPPER:
+    if not on_hopper(q.device) or heads.key_dim not in HOPPER:
         return False
     block_m, block_n, _, _ = HOPPER[heads.key_dim]
     return (
@@ -340,12 +320,10 @@ def can_attend(queries: Queries, keys: Keys) -> bool:
         and keys.v is not None
         and keys.page_table is not None
         and keys.page_size >= block_n
-        and queries.blocks is None
+        and queries.is_only_causal
         # The copy engine's.
         and keys.k.data_ptr() % 16 == 0
         and keys.v.data_ptr() % 16 == 0
-        and not queries.modifiers.scores
-        and [[leaf.part.modifier for leaf in clause] for clause in queries.modifiers.clauses] == [[causal]]
     )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.modifiers.packed import Modifiers
+from deltaline_kernels.attention.modifiers.shipped import causal
 from deltaline_kernels.attention.plan import AttentionHeads
 
 
@@ -27,6 +28,13 @@ class Queries:
     sinks: Tensor | None = None
     gate: Tensor | None = None
     blocks: BlockLists | None = None
+
+    @property
+    def is_only_causal(self) -> bool:
+        """Whether a causal mask is all that modifies, and all keys that it leaves are looked at."""
+        modifiers = self.modifiers
+        masks = [[leaf.part.modifier for leaf in clause] for clause in modifiers.clauses]
+        return self.blocks is None and not modifiers.scores and masks == [[causal]]
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,18 @@ from torch import Tensor
 
 from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.combine import combine_kernel
+from deltaline_kernels.attention.hopper_latents import can_attend_latents, launch_latents
 from deltaline_kernels.attention.hopper_tile import can_attend, launch_attend
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.kernel import attend_kernel
-from deltaline_kernels.attention.plan import MOST_ROWS, Tile, choose_group, choose_parts, choose_tile
+from deltaline_kernels.attention.plan import (
+    MOST_ROWS,
+    Tile,
+    choose_group,
+    choose_latent_tile,
+    choose_parts,
+    choose_tile,
+)
 from deltaline_kernels.device.sizes import cdiv, pow2
 from deltaline_kernels.rows import Rows
 
@@ -45,7 +53,11 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
     q, heads, blocks = queries.q, queries.heads, queries.blocks
     group = choose_group(heads, q.element_size()) if blocks is None or blocks.num_heads == 1 else 1
     max_length = min(rows.max_length, q.shape[0])
-    tile = choose_tile(heads, group, rows.num_rows, max_length, q.element_size(), long=long)
+    latents = not long and can_attend_latents(queries, keys)
+    if latents:
+        tile = choose_latent_tile(heads, group, rows.num_rows, max_length)
+    else:
+        tile = choose_tile(heads, group, rows.num_rows, max_length, q.element_size(), long=long)
     if blocks is not None:
         tile = blocks.fit(tile)
     tokens = tile.tokens
@@ -69,6 +81,8 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
         "HQ": heads.num_queries,
         "DV": heads.value_dim,
         "GROUP": group,
+    }
+    items = {
         "DENSE": keys.page_table is None,
         "BLOCKS": None if blocks is None else blocks.sizes,
         "SPEC": queries.modifiers.spec,
@@ -79,7 +93,46 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
     sinks, gate, lse = (q if tensor is None else tensor for tensor in (sinks, gate, lse))
     shared = (parameters, table, sinks, gate, o, lse, partials)
     overlap = bool(split) and q.device.type != "cpu" and torch.cuda.get_device_capability(q.device) >= HOPPER
-    attend_kernel[(min(num_items, tile.programs * num_processors(q.device)),)](
+    programs = min(num_items, tile.programs * num_processors(q.device))
+    if latents:
+        outputs = (sinks, gate, o, lse, partials)
+        launch_latents(queries, keys, rows, tile, programs, outputs, split=split, overlap=overlap, **constants)
+    else:
+        _launch_attend(queries, keys, rows, tile, programs, shared, overlap=overlap, **constants, **items)
+    if split:
+        channels, splits = choose_parts(heads.value_dim, rows.num_rows * max_length * heads.num_queries)
+        parts = cdiv(heads.value_dim, channels)
+        options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+        combine_kernel[(rows.num_rows * max_length * heads.num_queries * parts,)](
+            rows.control,
+            *shared,
+            rows.control.stride(0),
+            rows.num_rows,
+            max_length,
+            TOKENS=tokens,
+            BLOCK_DV=channels,
+            BLOCK_S=splits,
+            OVERLAP=overlap,
+            num_warps=4,
+            **constants,
+            **items,
+            **options,
+        )
+
+
+def _launch_attend(
+    queries: Queries,
+    keys: Keys,
+    rows: Rows,
+    tile: Tile,
+    programs: int,
+    shared: tuple[Tensor, ...],
+    *,
+    overlap: bool,
+    **constants: Any,
+) -> None:
+    q, heads = queries.q, queries.heads
+    attend_kernel[(programs,)](
         q,
         keys.k,
         keys.k if keys.v is None else keys.v,
@@ -97,7 +150,7 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
         PAGE=0 if keys.page_table is None else keys.page_size,
         HEADS_FIRST=keys.heads_first,
         SHARED=keys.shared,
-        PADDED=tile.columns // tokens,
+        PADDED=tile.columns // tile.tokens,
         BLOCK_M=tile.columns,
         BLOCK_N=tile.keys,
         LATENT=heads.is_latent,
@@ -110,24 +163,6 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
         num_warps=tile.num_warps,
         **constants,
     )
-    if split:
-        channels, splits = choose_parts(heads.value_dim, rows.num_rows * max_length * heads.num_queries)
-        parts = cdiv(heads.value_dim, channels)
-        options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-        combine_kernel[(rows.num_rows * max_length * heads.num_queries * parts,)](
-            rows.control,
-            *shared,
-            rows.control.stride(0),
-            rows.num_rows,
-            max_length,
-            TOKENS=tokens,
-            BLOCK_DV=channels,
-            BLOCK_S=splits,
-            OVERLAP=overlap,
-            num_warps=4,
-            **constants,
-            **options,
-        )
 
 
 def _most_splits(keys: Keys, rows: Rows, tile: Tile, blocks: BlockLists | None) -> int:

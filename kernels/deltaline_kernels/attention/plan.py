@@ -77,6 +77,12 @@ EXACT, EXACT_COLUMNS = (16, 4, 1, 2), 16
 # and 126 of 2,048.
 SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512), (64, 1024))
 MOST_KEYS = 2048
+# Of latents on a Hopper: channels that are values, those behind, keys of a block and blocks in shared memory, and keys
+# of a split by rows x groups of heads. A program has a multiprocessor to itself, and what a split leaves is 2 KB for
+# each query head: so splits are as long as they can be with all processors busy.
+LATENT_DIM, LATENTS_BEHIND = 512, (0, 64)
+LATENT_KEYS, LATENT_STAGES = 64, 2
+LATENT_SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (16, 512), (64, 1024))
 
 
 def choose_group(heads: AttentionHeads, value_bytes: int) -> int:
@@ -102,11 +108,21 @@ def choose_tile(
     if value_bytes == 4:
         (keys, num_warps, stages, programs), most = EXACT, EXACT_COLUMNS
     columns = max(LEAST_COLUMNS, padded, min(most, padded * pow2(max(1, max_length))))
-    split = 0
-    if not long:
-        count = num_rows * heads.num_keys
-        split = next((size for most, size in SPLITS if count <= most), MOST_KEYS)
+    split = 0 if long else _choose_split(num_rows * heads.num_keys, SPLITS)
     return Tile(columns, columns // padded, keys, num_warps, stages, split, programs)
+
+
+def choose_latent_tile(heads: AttentionHeads, group: int, num_rows: int, max_length: int) -> Tile:
+    """Return what `choose_tile` does, of short rows for `attend_latents_kernel`."""
+    padded = pow2(group)
+    columns = max(LEAST_COLUMNS, padded, min(MOST_SHORT_COLUMNS, padded * pow2(max(1, max_length))))
+    split = _choose_split(num_rows * (heads.num_queries // group), LATENT_SPLITS)
+    num_warps = 8 if columns > 32 else 4
+    return Tile(columns, columns // padded, LATENT_KEYS, num_warps, LATENT_STAGES, split, 1)
+
+
+def _choose_split(count: int, splits: tuple[tuple[int, int], ...]) -> int:
+    return next((size for most, size in splits if count <= most), MOST_KEYS)
 
 
 def choose_parts(value_dim: int, num_queries: int) -> tuple[int, int]:

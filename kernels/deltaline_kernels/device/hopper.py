@@ -1,10 +1,19 @@
 """What the kernels for Hopper share, in Gluon."""
 
+import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 # Triton 3.7 renamed it.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+def on_hopper(device: torch.device) -> bool:
+    """Return whether kernels for Hopper run on a device; Triton's interpreter has no Gluon."""
+    compiled = device.type != "cpu" and not triton.knobs.runtime.interpret
+    return compiled and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @gluon.jit
@@ -15,3 +24,18 @@ def copy_rest(buffer, pointer, row_stride, num_rows, layout: gl.constexpr):
     i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
     j = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
     buffer.store(gl.load(pointer + i * row_stride + j, mask=(i < num_rows) & (j >= 0), other=0.0))
+
+
+@gluon.jit
+def clear_rows(buffer, first, WARPS: gl.constexpr):
+    """Overwrite the rows of a buffer from `first` on with zeros, a few columns at a time."""
+    ROWS: gl.constexpr = buffer.shape[0]
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    PART: gl.constexpr = 64
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    is_kept = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None] < first
+    for i in gl.static_range(COLUMNS // PART):
+        part = buffer.slice(i * PART, PART, 1)
+        part.store(gl.where(is_kept, part.load(layout), 0.0).to(buffer.dtype))
+    fence_async_shared()
+    barrier()

@@ -38,6 +38,7 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     from deltaline_kernels.attention import plan
 
     monkeypatch.setattr(plan, "SPLITS", ())
+    monkeypatch.setattr(plan, "LATENT_SPLITS", ())
     monkeypatch.setattr(plan, "MOST_KEYS", 64)
     monkeypatch.setattr(plan, "FEW_COMBINES", 0)
     monkeypatch.setattr(plan, "MANY", (64, 2))

@@ -31,6 +31,11 @@ class Pointer:
     def __sub__(self, offset: Any) -> Pointer:
         return self.__add__(-offset)
 
+    def __getitem__(self, at: Any) -> Pointer:
+        moved = self + 0
+        moved.offset = torch.as_tensor(self.offset)[at]
+        return moved
+
     def to(self, dtype: torch.dtype) -> Pointer:
         """Return a pointer to values of another dtype of the same size."""
         assert dtype.itemsize == self.memory.dtype.itemsize
@@ -145,13 +150,14 @@ def _layout(*_: object, **__: object) -> None:
     return None
 
 
-def _language(program: Callable[[], int]) -> types.SimpleNamespace:
+def _language(program: Callable[[], int], num_programs: int) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         constexpr=object,
         int32=torch.int32,
         int64=torch.int64,
         float32=torch.float32,
         program_id=lambda _axis: torch.tensor(program()),
+        num_programs=lambda _axis: torch.tensor(num_programs),
         NVMMADistributedLayout=_layout,
         DotOperandLayout=_layout,
         SliceLayout=_layout,
@@ -181,6 +187,7 @@ def _language(program: Callable[[], int]) -> types.SimpleNamespace:
         float16=torch.float16,
         exp=torch.exp,
         exp2=torch.exp2,
+        fma=lambda x, y, z: x * y + z,
         log2=torch.log2,
         convert_layout=lambda x, layout: x,
         static_range=range,
@@ -200,8 +207,12 @@ def run_on_cpu(kernel: Any, grid: int, arguments: dict[str, Any]) -> None:
         store_wait=_nothing,
     )
     values = types.SimpleNamespace(async_copy_global_to_shared=_copy_values, commit_group=_nothing, wait_group=_nothing)
+    language = _language(lambda: programs[0], grid)
     names = {
-        "gl": _language(lambda: programs[0]),
+        "gl": language,
+        # Of what a kernel has in common with one in Triton.
+        "tl": language,
+        "gdc_launch_dependents": _nothing,
         "mbarrier": barriers,
         "tma": copies,
         "async_copy": values,
