@@ -31,8 +31,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.output import finish, store_sums
-from deltaline_kernels.attention.plan import LATENT_DIM, LATENT_KEYS, LATENTS_BEHIND, Tile
-from deltaline_kernels.device.hopper import barrier, clear_rows, on_hopper
+from deltaline_kernels.attention.plan import LATENT_DIM, LATENT_KEYS, LATENT_PREFETCH, LATENTS_BEHIND, Tile
+from deltaline_kernels.device.hopper import barrier, clear_rows, on_hopper, prefetch
 from deltaline_kernels.device.sizes import pow2
 from deltaline_kernels.rows import Rows
 
@@ -128,6 +128,7 @@ def _load_queries(
 def attend_latents_kernel(
     k_tiles,
     behind_tiles,
+    k,
     q,
     page_table,
     control,
@@ -160,6 +161,7 @@ def attend_latents_kernel(
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr,
     OVERLAP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
@@ -233,8 +235,8 @@ def attend_latents_kernel(
         p_table = page_table + gl.maximum(b, 0).to(gl.int64) * table_stride
         for ahead in gl.static_range(STAGES):
             start = first + ahead * BLOCK_N
-            page = gl.load(p_table + start // PAGE, mask=start < end, other=0)
-            _copy_block(tiles, buffers, done + ahead, page, start, start < end, PAGE, BEHIND)
+            own = gl.load(p_table + start // PAGE, mask=start < end, other=0)
+            _copy_block(tiles, buffers, done + ahead, own, start, start < end, PAGE, BEHIND)
         _load_queries(q_s.index(0), q, q_stride, begin, first_token, n, h, Q_HEAD, GROUP, PADDED, WARPS)
         if BEHIND > 0:
             _load_queries(q_behind_s.index(0), q + DV, q_stride, begin, first_token, n, h, Q_HEAD, GROUP, PADDED, WARPS)
@@ -250,15 +252,19 @@ def attend_latents_kernel(
         # Each thread's own: they are put together where a split ends.
         sums = no_scores
         acc = no_sums
+        page = gl.load(p_table + (first + STAGES * BLOCK_N) // PAGE, mask=num_blocks > STAGES, other=0)
         for i in range(0, num_blocks):
             start = first + i * BLOCK_N
             stage = (done + i) % STAGES
             # Nothing that an assembler knows: it would keep where each product finds its queries in a register.
             zero = gl.minimum(done + i, 0)
-            # Of the block that takes this one's place, so that nothing waits for a page's number.
+            # The block that takes this one's place; and the one behind it, so that nothing waits for a page's number.
             then = start + STAGES * BLOCK_N
-            page = gl.load(p_table + then // PAGE, mask=then < end, other=0)
+            next_page = gl.load(p_table + (then + BLOCK_N) // PAGE, mask=then + BLOCK_N < end, other=0)
             mbarrier.wait(bars.index(stage), (done + i) // STAGES % 2)
+            if PREFETCH:
+                p_then = k + (page.to(gl.int64) * PAGE + then % PAGE) * (DV + BEHIND)
+                prefetch(p_then, 2 * BLOCK_N * (DV + BEHIND), then < end)
             if start + BLOCK_N > num_keys:
                 # What is behind a row's keys may be anything, and 0 times that no number.
                 clear_rows(k_s.index(stage), num_keys - start, WARPS)
@@ -286,6 +292,7 @@ def attend_latents_kernel(
             acc = warpgroup_mma_wait(0, deps=[acc])
             barrier()
             _copy_block(tiles, buffers, done + i + STAGES, page, then, then < end, PAGE, BEHIND)
+            page = next_page
             if (((start + BLOCK_N) % SPLIT == 0) | (i == num_blocks - 1)) & (splits > 1):
                 top = gl.convert_layout(m, across_o)
                 total = gl.convert_layout(gl.sum(sums, 0), across_o)
@@ -361,6 +368,7 @@ def launch_latents(
     pages, layout = keys.k.flatten(0, 2), gl.NVMMASharedLayout(128, 16, 2)
     attend_latents_kernel[(programs,)](
         *(TensorDescriptor.from_tensor(pages, [tile.keys, width], layout) for width in (heads.value_dim, 64)),
+        keys.k,
         q,
         keys.page_table,
         rows.control,
@@ -379,6 +387,7 @@ def launch_latents(
         SPLIT=split or 1 << 30,
         ROWS=pow2(rows.num_rows),
         STAGES=tile.stages,
+        PREFETCH=LATENT_PREFETCH,
         OVERLAP=overlap,
         WARPS=tile.num_warps,
         num_warps=tile.num_warps,

@@ -82,6 +82,8 @@ MOST_KEYS = 2048
 # each query head: so splits are as long as they can be with all processors busy.
 LATENT_DIM, LATENTS_BEHIND = 512, (0, 64)
 LATENT_KEYS, LATENT_STAGES = 64, 2
+# Whether a block is asked for in the L2 while the one whose place it takes is computed.
+LATENT_PREFETCH = True
 LATENT_SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (16, 512), (64, 1024))
 
 

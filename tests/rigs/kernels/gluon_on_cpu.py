@@ -192,6 +192,7 @@ def _language(program: Callable[[], int], num_programs: int) -> types.SimpleName
         convert_layout=lambda x, layout: x,
         static_range=range,
         static_assert=_nothing,
+        inline_asm_elementwise=_nothing,
     )
 
 
