@@ -55,13 +55,13 @@ SHORT: dict[int, tuple[int, int, int, int]] = {
     128: (128, 4, 3, 2),
     256: (64, 4, 3, 2),
     512: (32, 4, 3, 2),
-    1024: (32, 8, 2, 1),
+    1024: (32, 8, 3, 1),
 }
 LONG: dict[int, tuple[int, int, int, int]] = {
     128: (64, 4, 3, 2),
     256: (64, 4, 3, 2),
     512: (32, 4, 3, 1),
-    1024: (32, 8, 2, 1),
+    1024: (32, 8, 3, 1),
 }
 # Heads of a tile that share latents, at most, of 16-bit values and of fp32. These, and what latents of 512 channels
 # have above, are not measured yet: a tile of 512 x 64 sums leaves half of the registers of 8 warps.
