@@ -41,7 +41,7 @@ def test_rows_of_thousands(half_path: Path) -> None:
     checks.check(batch, half_path, *modifier_case("causal", batch.layer, 5, half_path.device))
 
 
-@pytest.mark.parametrize("num_heads", [1, 7, 20, 48, 96, 128])
+@pytest.mark.parametrize("num_heads", [1, 20, 48, 128])
 def test_any_number_of_heads(half_path: Path, num_heads: int) -> None:
     batch = make_batch([Row(1, 700), Row(5, 300)], half_path, latents(num_heads, (576, 512), 64), max_short=5)
     checks.check(batch, half_path, *modifier_case("causal", batch.layer, 4, half_path.device))
