@@ -177,3 +177,32 @@ def multiply_exactly(
 def multiply_tokens(tile, first: tl.constexpr, tokens, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the products of a part's rows and keys, and of these rows and queries, both `[SUB, TOKENS]`."""
     return _halves(multiply_exactly(tile, first, tokens, 2 * TOKENS, SUB, BLOCK_K, BLOCKS), SUB, TOKENS)
+
+
+@triton.jit
+def _reorder_fp32(block, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return what `_reorder` does, for a product whose two sides are of 32 bits in memory."""
+    split = tl.reshape(block, (ROWS, 4, BLOCK_K // 4))
+    return tl.reshape(tl.permute(split, (0, 2, 1)), (ROWS, BLOCK_K))
+
+
+@triton.jit
+def _split_bits(values):
+    """Return the bits of fp32 that TF32 has, and the rest."""
+    high = (values.to(tl.int32, bitcast=True) & TF32_BITS).to(tl.float32, bitcast=True)
+    return high, values - high
+
+
+@triton.jit
+def multiply_fp32_tokens(
+    tile, first: tl.constexpr, tokens, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Return what `multiply_tokens` does, of tokens in fp32: both sides are sums, whose rests don't meet."""
+    products = tl.zeros((SUB, 2 * TOKENS), tl.float32)
+    for j in tl.static_range(BLOCKS):
+        right_high, right_low = _split_bits(tl.trans(_reorder_fp32(tokens[j], 2 * TOKENS, BLOCK_K)))
+        left_high, left_low = _split_bits(_reorder_fp32(tile[first + j], SUB, BLOCK_K))
+        products = tl.dot(left_high, right_high, products, input_precision="tf32")
+        products = tl.dot(left_low, right_high, products, input_precision="tf32")
+        products = tl.dot(left_high, right_low, products, input_precision="tf32")
+    return _halves(products, SUB, TOKENS)

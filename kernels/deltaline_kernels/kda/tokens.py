@@ -1,0 +1,192 @@
+"""What the tokens of a short row and its replayed drafts are without the state, in Triton.
+
+A program per row and value head: a vector of key channels is `[K]`, and every thread of its warp has some channels of
+its own, so that gates, norms and decays are computed once, and not by all programs and threads that share a head. What
+it finds goes through memory, `ROOM` fp32 values of which no more are touched than the row has tokens:
+
+    [2 * TOKENS, K]  exp(G_t) . k_t of every token, then exp(G_t) . q_t: what meets the state before the row
+    [1 + TOKENS, K]  what the replayed drafts leave of each channel, then their keys, each as far as it is left
+    [1 + TOKENS, K]  the same of the row's own tokens, if it commits them
+    [2, TOKENS, TOKENS]  -beta_t <k_t, exp(G_t - G_j) . k_j> and <q_t, exp(G_t - G_j) . k_j> at [j, t]
+    [TOKENS]  beta_t
+
+with G_t the sums of log decays up to token t, G_t - G_j never larger than 0: earlier keys decay as tokens go by, and
+nothing is divided by what is left.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from deltaline_kernels.device.delta_rule.gates import key_log_decay, read_strength
+from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
+from deltaline_kernels.device.lines import find_drafts
+from deltaline_kernels.device.row import load_row
+from deltaline_kernels.device.state_tile import scale
+from deltaline_kernels.device.token_tile import TOKENS
+from deltaline_kernels.rows import Rows, StateLines
+
+# Where these parts begin, in units of K values, and what is behind them.
+OLD = tl.constexpr(2 * TOKENS.value)
+OWN = tl.constexpr(OLD.value + 1 + TOKENS.value)
+PAIRS = tl.constexpr(OWN.value + 1 + TOKENS.value)
+SQUARE = tl.constexpr(TOKENS.value**2)
+
+
+def count_room(key_dim: int) -> int:
+    """Return ROOM, the values of one row and value head."""
+    return int(PAIRS.value * key_dim + 2 * SQUARE.value + TOKENS.value)
+
+
+@triton.jit
+def _store_left(pointer, keys, decays, count, K: tl.constexpr):
+    """Write what `count` tokens of these log decays leave of each channel, then of each of their keys."""
+    o_k = tl.arange(0, K)
+    left = tl.full((K,), 1.0, tl.float32)
+    for t in tl.static_range(TOKENS - 1, -1, -1):
+        if t < count:
+            tl.store(pointer + (1 + t) * K + o_k, keys[t] * left)
+            left *= tl.exp(decays[t])
+    tl.store(pointer + o_k, left)
+
+
+# One compiled variant whatever rows a batch has: nothing is compiled while serving.
+@triton.jit(do_not_specialize=["control_stride", "q_units", "k_units"], do_not_specialize_on_alignment=["control"])
+def _prepare(
+    q,
+    k,
+    gates,
+    lines,
+    room,
+    control,
+    control_stride,
+    query_scale,
+    eps,
+    a_stride,
+    b_stride,
+    q_units,
+    k_units,
+    lower_bound,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    RAW: tl.constexpr,
+    NORM: tl.constexpr,
+    LINE_SHIFT: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROOM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+    GATES: tl.constexpr = H * K + HV * V
+    RECORD: tl.constexpr = GATES + HV * K
+    a, b, A_log, dt_bias = gates
+    # Multiples of UNIT and, for all the compiler knows, of no more: every vector lies in the same threads.
+    q_stride, k_stride = q_units * UNIT, k_units * UNIT
+    i_hv = tl.program_id(0) % HV
+    i_row = tl.program_id(0) // HV
+    i_h = i_hv // (HV // H)
+    begin, length, read, write, committed, replayed, half = load_row(control, control_stride, i_row)
+    # Nothing is read of a skipped row.
+    n = tl.where((read == -1) & (write == -1), 0, length)
+
+    o_k = tl.arange(0, K)
+    o_t = tl.arange(0, TOKENS)
+    p_room = room + tl.program_id(0).to(tl.int64) * ROOM
+    p_q = q + begin * q_stride + i_h * K + o_k
+    p_k = k + begin * k_stride + i_h * K + o_k
+    p_a = a + begin * a_stride + i_hv * K + o_k
+    p_old = find_drafts(lines, read - LINE_SHIFT, half) + o_k
+    raw_q, raw_k, raw_a, keys, decays = (), (), (), (), ()
+    for t in tl.static_range(TOKENS):
+        raw_q = raw_q + (tl.load(p_q + t * q_stride, mask=t < n, other=0.0),)
+        raw_k = raw_k + (tl.load(p_k + t * k_stride, mask=t < n, other=0.0),)
+        raw_a = raw_a + (tl.load(p_a + t * a_stride, mask=t < n, other=0.0),)
+        keys = keys + (tl.load(p_old + t * RECORD + i_h * K, mask=t < replayed, other=0.0),)
+        decays = decays + (tl.load(p_old + t * RECORD + GATES + i_hv * K, mask=t < replayed, other=0.0),)
+    beta = tl.load(b + (begin + o_t) * b_stride + i_hv, mask=o_t < n, other=0.0)
+    rate, bias = 0.0, 0.0
+    if not RAW:
+        rate = tl.load(A_log + i_hv).to(tl.float32)
+        bias = tl.load(dt_bias + i_hv * K + o_k).to(tl.float32)
+    if replayed > 0:
+        _store_left(p_room + OLD * K, keys, decays, replayed, K)
+
+    # k is shared by the programs of a key head: one of them records it.
+    records = (write > 0) & (committed == 0)
+    records_k = records & (i_hv % (HV // H) == 0)
+    p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half) + o_k
+    o_pair = tl.arange(0, SQUARE)
+    kk = tl.zeros((SQUARE,), tl.float32)
+    kq = kk
+    total = tl.full((K,), 1.0, tl.float32)
+    own_keys, own_decays, earlier = (), (), ()
+    for t in tl.static_range(TOKENS):
+        key, g = tl.zeros((K,), tl.float32), tl.zeros((K,), tl.float32)
+        if t < n:
+            g = key_log_decay(raw_a[t], rate, bias, lower_bound, RAW)
+            key, query = raw_k[t].to(tl.float32), raw_q[t].to(tl.float32)
+            factor_k, factor_q = 1.0, query_scale
+            if NORM:
+                factor_k = tl.rsqrt(tl.sum(key * key, axis=0) + eps)
+                factor_q = query_scale * tl.rsqrt(tl.sum(query * query, axis=0) + eps)
+            key, query = key * factor_k, query * factor_q
+            decay = tl.exp(g)
+            total *= decay
+            earlier = scale(earlier, decay, t)
+            for j in tl.static_range(t):
+                kk = tl.where(o_pair == j * TOKENS + t, tl.sum(earlier[j] * key, axis=0), kk)
+                kq = tl.where(o_pair == j * TOKENS + t, tl.sum(earlier[j] * query, axis=0), kq)
+            kq = tl.where(o_pair == t * TOKENS + t, tl.sum(key * query, axis=0), kq)
+            tl.store(p_room + t * K + o_k, key * total)
+            tl.store(p_room + (TOKENS + t) * K + o_k, query * total)
+            if records:
+                tl.store(p_draft + t * RECORD + GATES + i_hv * K, g)
+            if records_k:
+                tl.store(p_draft + t * RECORD + i_h * K, key)
+        own_keys, own_decays, earlier = own_keys + (key,), own_decays + (g,), earlier + (key,)
+
+    beta = read_strength(beta, RAW)
+    p_pair = p_room + PAIRS * K
+    p_square = p_pair + o_t[:, None] * TOKENS + o_t[None, :]
+    tl.store(p_square, tl.reshape(kk, (TOKENS, TOKENS)) * -beta[None, :])
+    tl.store(p_square + SQUARE, tl.reshape(kq, (TOKENS, TOKENS)))
+    tl.store(p_pair + 2 * SQUARE + o_t, beta)
+    if (write > 0) & (committed > 0):
+        _store_left(p_room + OWN * K, own_keys, own_decays, n, K)
+
+
+def prepare_tokens(inputs: DeltaInputs, lines: StateLines, rows: Rows, room: Tensor, *, overlap: bool) -> None:
+    """Write what `rows` are without their states to `room` `[rows, HV, count_room(K)]` fp32, for `launch_verify`.
+
+    Mutates the drafts of `lines`, keys and log decays alone. `overlap`: the next launch may begin.
+    """
+    heads = inputs.heads
+    (lines_of, _, control, control_stride) = lines.arguments(rows, room)
+    unit, (q_units, k_units, _) = inputs.count_strides(4)
+    constants = lines.constants
+    _prepare[(rows.num_rows * heads.num_value_heads,)](
+        inputs.q,
+        inputs.k,
+        inputs.gates,
+        lines_of,
+        room,
+        control,
+        control_stride,
+        *inputs.numbers,
+        q_units,
+        k_units,
+        inputs.lower_bound,
+        **inputs.sizes,
+        RAW=inputs.A_log is None,
+        NORM=inputs.normalize,
+        LINE_SHIFT=constants["LINE_SHIFT"],
+        UNIT=unit,
+        ROOM=room.shape[2],
+        OVERLAP=overlap,
+        num_warps=1,
+        num_stages=1,
+    )
