@@ -180,10 +180,42 @@ def multiply_tokens(tile, first: tl.constexpr, tokens, SUB: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _reorder_fp32(block, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return what `_reorder` does, for a product whose two sides are of 32 bits in memory."""
-    split = tl.reshape(block, (ROWS, 4, BLOCK_K // 4))
-    return tl.reshape(tl.permute(split, (0, 2, 1)), (ROWS, BLOCK_K))
+def place_pairs(o_k, BLOCK_K: tl.constexpr):
+    """Return where channels o_k of a token's key are among 2 K values that `load_pairs` takes, before those of its query.
+
+    As a thread of a matrix instruction wants them: two channels of both at a time.
+    """
+    in_block = o_k % BLOCK_K
+    in_thread = in_block % (BLOCK_K // 4)
+    pair = o_k // BLOCK_K * (BLOCK_K // 8) + in_thread // 2
+    return pair * 16 + in_block // (BLOCK_K // 4) * 4 + in_thread % 2 * 2
+
+
+@triton.jit
+def load_pairs(pointer, n, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return keys and queries of TOKENS tokens in fp32, that lie as `place_pairs` says, as operands.
+
+    A tuple of `[2 * TOKENS, BLOCK_K]`, the keys first; zero from token n on.
+    """
+    loaded = load_rows(pointer, n, 2 * K, TOKENS, 2 * K, 16)
+    S: tl.constexpr = BLOCK_K // 8
+    pairs = ()
+    for j in tl.static_range(K // BLOCK_K):
+        if S == 2:
+            block = tl.join(loaded[2 * j], loaded[2 * j + 1])
+        else:
+            evens = tl.join(loaded[4 * j], loaded[4 * j + 2])
+            block = tl.join(evens, tl.join(loaded[4 * j + 1], loaded[4 * j + 3]))
+        apart = tl.permute(tl.reshape(block, (TOKENS, 4, 2, 2, S // 2, 2)), (3, 0, 4, 2, 1, 5))
+        pairs = pairs + (tl.reshape(apart, (2 * TOKENS, BLOCK_K)),)
+    return pairs
+
+
+@triton.jit
+def _order_pairs(block, SUB: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return `[SUB, BLOCK_K]` of a tile with its columns in the order of `load_pairs`."""
+    apart = tl.permute(tl.reshape(block, (SUB, 4, BLOCK_K // 16, 2, 2)), (0, 2, 4, 1, 3))
+    return tl.reshape(apart, (SUB, BLOCK_K))
 
 
 @triton.jit
@@ -194,15 +226,28 @@ def _split_bits(values):
 
 
 @triton.jit
-def multiply_fp32_tokens(
-    tile, first: tl.constexpr, tokens, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr
+def multiply_pairs(
+    tile, pairs, PARTS: tl.constexpr, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Return what `multiply_tokens` does, of tokens in fp32: both sides are sums, whose rests don't meet."""
-    products = tl.zeros((SUB, 2 * TOKENS), tl.float32)
+    """Return the products of the keys and every part's rows, then those of the queries, tuples of `[TOKENS, SUB]`.
+
+    Exact to about 2^-20: both sides are sums, whose rests don't meet. The state is the right operand, of which a thread
+    gives an instruction two neighbours of a row, as they came: for a left one it would have to gather four of two rows.
+    """
+    products = ()
+    for _ in tl.static_range(PARTS):
+        products = products + (tl.zeros((2 * TOKENS, SUB), tl.float32),)
     for j in tl.static_range(BLOCKS):
-        right_high, right_low = _split_bits(tl.trans(_reorder_fp32(tokens[j], 2 * TOKENS, BLOCK_K)))
-        left_high, left_low = _split_bits(_reorder_fp32(tile[first + j], SUB, BLOCK_K))
-        products = tl.dot(left_high, right_high, products, input_precision="tf32")
-        products = tl.dot(left_low, right_high, products, input_precision="tf32")
-        products = tl.dot(left_high, right_low, products, input_precision="tf32")
-    return _halves(products, SUB, TOKENS)
+        left_high, left_low = _split_bits(pairs[j])
+        more = ()
+        for r in tl.static_range(PARTS):
+            right_high, right_low = _split_bits(tl.trans(_order_pairs(tile[r * BLOCKS + j], SUB, BLOCK_K)))
+            total = tl.dot(left_high, right_high, products[r], input_precision="tf32")
+            total = tl.dot(left_low, right_high, total, input_precision="tf32")
+            more = more + (tl.dot(left_high, right_low, total, input_precision="tf32"),)
+        products = more
+    of_keys, of_queries = (), ()
+    for r in tl.static_range(PARTS):
+        upper, lower = tl.split(tl.permute(tl.reshape(products[r], (2, TOKENS, SUB)), (1, 2, 0)))
+        of_keys, of_queries = of_keys + (upper,), of_queries + (lower,)
+    return of_keys, of_queries

@@ -4,10 +4,10 @@ A program per row and value head: a vector of key channels is `[K]`, and every t
 its own, so that gates, norms and decays are computed once, and not by all programs and threads that share a head. What
 it finds goes through memory, `ROOM` fp32 values of which no more are touched than the row has tokens:
 
-    [2 * TOKENS, K]  exp(G_t) . k_t of every token, then exp(G_t) . q_t: what meets the state before the row
+    [TOKENS, 2 * K]  exp(G_t) . k_t and exp(G_t) . q_t, which meet the state before the row, as `place_pairs` says
     [1 + TOKENS, K]  what the replayed drafts leave of each channel, then their keys, each as far as it is left
     [1 + TOKENS, K]  the same of the row's own tokens, if it commits them
-    [2, TOKENS, TOKENS]  -beta_t <k_t, exp(G_t - G_j) . k_j> and <q_t, exp(G_t - G_j) . k_j> at [j, t]
+    [2, TOKENS, TOKENS]  -beta_t <k_t, exp(G_t - G_j) . k_j> and <q_t, exp(G_t - G_j) . k_j> at [t, j]
     [TOKENS]  beta_t
 
 with G_t the sums of log decays up to token t, G_t - G_j never larger than 0: earlier keys decay as tokens go by, and
@@ -24,19 +24,19 @@ from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.device.lines import find_drafts
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.state_tile import scale
-from deltaline_kernels.device.token_tile import TOKENS
+from deltaline_kernels.device.token_tile import TOKENS, place_pairs
 from deltaline_kernels.rows import Rows, StateLines
 
 # Where these parts begin, in units of K values, and what is behind them.
 OLD = tl.constexpr(2 * TOKENS.value)
 OWN = tl.constexpr(OLD.value + 1 + TOKENS.value)
-PAIRS = tl.constexpr(OWN.value + 1 + TOKENS.value)
+BETWEEN = tl.constexpr(OWN.value + 1 + TOKENS.value)
 SQUARE = tl.constexpr(TOKENS.value**2)
 
 
 def count_room(key_dim: int) -> int:
     """Return ROOM, the values of one row and value head."""
-    return int(PAIRS.value * key_dim + 2 * SQUARE.value + TOKENS.value)
+    return int(BETWEEN.value * key_dim + 2 * SQUARE.value + TOKENS.value)
 
 
 @triton.jit
@@ -77,6 +77,7 @@ def _prepare(
     LINE_SHIFT: tl.constexpr,
     UNIT: tl.constexpr,
     ROOM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -119,7 +120,8 @@ def _prepare(
     records = (write > 0) & (committed == 0)
     records_k = records & (i_hv % (HV // H) == 0)
     p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half) + o_k
-    o_pair = tl.arange(0, SQUARE)
+    p_pairs = p_room + place_pairs(o_k, BLOCK_K)[:, None] + tl.arange(0, 2)[None, :]
+    o_square = tl.arange(0, SQUARE)
     kk = tl.zeros((SQUARE,), tl.float32)
     kq = kk
     total = tl.full((K,), 1.0, tl.float32)
@@ -138,11 +140,10 @@ def _prepare(
             total *= decay
             earlier = scale(earlier, decay, t)
             for j in tl.static_range(t):
-                kk = tl.where(o_pair == j * TOKENS + t, tl.sum(earlier[j] * key, axis=0), kk)
-                kq = tl.where(o_pair == j * TOKENS + t, tl.sum(earlier[j] * query, axis=0), kq)
-            kq = tl.where(o_pair == t * TOKENS + t, tl.sum(key * query, axis=0), kq)
-            tl.store(p_room + t * K + o_k, key * total)
-            tl.store(p_room + (TOKENS + t) * K + o_k, query * total)
+                kk = tl.where(o_square == t * TOKENS + j, tl.sum(earlier[j] * key, axis=0), kk)
+                kq = tl.where(o_square == t * TOKENS + j, tl.sum(earlier[j] * query, axis=0), kq)
+            kq = tl.where(o_square == t * TOKENS + t, tl.sum(key * query, axis=0), kq)
+            tl.store(p_pairs + t * 2 * K, tl.join(key * total, query * total))
             if records:
                 tl.store(p_draft + t * RECORD + GATES + i_hv * K, g)
             if records_k:
@@ -150,19 +151,22 @@ def _prepare(
         own_keys, own_decays, earlier = own_keys + (key,), own_decays + (g,), earlier + (key,)
 
     beta = read_strength(beta, RAW)
-    p_pair = p_room + PAIRS * K
-    p_square = p_pair + o_t[:, None] * TOKENS + o_t[None, :]
-    tl.store(p_square, tl.reshape(kk, (TOKENS, TOKENS)) * -beta[None, :])
+    p_between = p_room + BETWEEN * K
+    p_square = p_between + o_t[:, None] * TOKENS + o_t[None, :]
+    tl.store(p_square, tl.reshape(kk, (TOKENS, TOKENS)) * -beta[:, None])
     tl.store(p_square + SQUARE, tl.reshape(kq, (TOKENS, TOKENS)))
-    tl.store(p_pair + 2 * SQUARE + o_t, beta)
+    tl.store(p_between + 2 * SQUARE + o_t, beta)
     if (write > 0) & (committed > 0):
         _store_left(p_room + OWN * K, own_keys, own_decays, n, K)
 
 
-def prepare_tokens(inputs: DeltaInputs, lines: StateLines, rows: Rows, room: Tensor, *, overlap: bool) -> None:
+def prepare_tokens(
+    inputs: DeltaInputs, lines: StateLines, rows: Rows, room: Tensor, block_k: int, *, overlap: bool
+) -> None:
     """Write what `rows` are without their states to `room` `[rows, HV, count_room(K)]` fp32, for `launch_verify`.
 
-    Mutates the drafts of `lines`, keys and log decays alone. `overlap`: the next launch may begin.
+    Mutates the drafts of `lines`, keys and log decays alone. block_k: channels that a row's threads load at once;
+    `overlap`: the next launch may begin.
     """
     heads = inputs.heads
     (lines_of, _, control, control_stride) = lines.arguments(rows, room)
@@ -186,6 +190,7 @@ def prepare_tokens(inputs: DeltaInputs, lines: StateLines, rows: Rows, room: Ten
         LINE_SHIFT=constants["LINE_SHIFT"],
         UNIT=unit,
         ROOM=room.shape[2],
+        BLOCK_K=block_k,
         OVERLAP=overlap,
         num_warps=1,
         num_stages=1,

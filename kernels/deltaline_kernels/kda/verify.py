@@ -32,8 +32,8 @@ from deltaline_kernels.device.state_tile import (
     store_tile,
     to_fp32,
 )
-from deltaline_kernels.device.token_tile import TOKENS, load_keys, load_tokens, multiply_fp32_tokens
-from deltaline_kernels.kda.tokens import OLD, OWN, PAIRS, SQUARE, count_room, prepare_tokens
+from deltaline_kernels.device.token_tile import TOKENS, load_keys, load_pairs, multiply_pairs
+from deltaline_kernels.kda.tokens import BETWEEN, OLD, OWN, SQUARE, count_room, prepare_tokens
 from deltaline_kernels.rows import Rows, StateLines
 
 KEYS = (64, 128)
@@ -82,26 +82,25 @@ def _verify_keyed(
     # Of a skipped row nothing is read; what is computed from nothing is zero.
     n = tl.where((read == -1) & (write == -1), 0, length)
 
-    o_v = i_v * BLOCK_V + tl.arange(0, SUB)[:, None]
+    o_v = i_v * BLOCK_V + tl.arange(0, SUB)
     p_state = find_state(lines, read - LINE_SHIFT, i_hv, V * K)
-    raw = load_tile(p_state, read > 0, o_v, V, K, PARTS, SUB, BLOCK_K)
-    o_t = tl.arange(0, TOKENS)
-    o_row = o_t[:, None]
-    o_column = o_t[None, :]
+    raw = load_tile(p_state, read > 0, o_v[:, None], V, K, PARTS, SUB, BLOCK_K)
+    o_t = tl.arange(0, TOKENS)[:, None]
     values = ()
     for r in tl.static_range(PARTS):
-        p_value = v + begin * v_stride + i_hv * V + o_v + r * SUB + o_column * v_stride
-        inside = (o_column < n) & below(o_v + r * SUB, V, BLOCK_V)
-        values = values + (tl.load(p_value, mask=inside, other=0.0),)
+        o_r = (o_v + r * SUB)[None, :]
+        inside = (o_t < n) & below(o_r, V, BLOCK_V)
+        values = values + (tl.load(v + (begin + o_t) * v_stride + i_hv * V + o_r, mask=inside, other=0.0),)
     p_old = find_drafts(lines, read - LINE_SHIFT, half) + H * K + i_hv * V
 
     if OVERLAP:
         gdc_wait()
     p_room = room + (i_row * HV + i_hv).to(tl.int64) * ROOM
-    p_pair = p_room + PAIRS * K
-    beta = tl.load(p_pair + 2 * SQUARE + o_t)
-    to_updates = tl.load(p_pair + o_row * TOKENS + o_column)
-    to_outputs = tl.load(p_pair + SQUARE + o_row * TOKENS + o_column)
+    p_between = p_room + BETWEEN * K
+    beta = tl.load(p_between + 2 * SQUARE + o_t)
+    o_earlier = tl.arange(0, TOKENS)[None, :]
+    to_updates = tl.load(p_between + o_t * TOKENS + o_earlier)
+    to_outputs = tl.load(p_between + SQUARE + o_t * TOKENS + o_earlier)
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
         tile = decay_keys(tile, load_keys(p_room + OLD * K, True, K, BLOCK_K), PARTS, BLOCKS)
@@ -111,50 +110,48 @@ def _verify_keyed(
                 # The last one comes again.
                 i = tl.minimum(first + j, replayed - 1)
                 keys = keys + (load_keys(p_room + (OLD + 1 + i) * K, True, K, BLOCK_K),)
-                drafted = drafted + (load_values(p_old + i * RECORD, True, o_v, V, PARTS, SUB),)
+                drafted = drafted + (load_values(p_old + i * RECORD, True, o_v[:, None], V, PARTS, SUB),)
             for j in tl.static_range(AT_ONCE):
                 if first + j < replayed:
                     tile = add_outer(tile, drafted[j], keys[j], PARTS, BLOCKS)
     p_new = find_written(lines, write - LINE_SHIFT, i_hv, V * K, APART)
     if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
-        store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
+        store_tile(p_new, tile, o_v[:, None], V, K, PARTS, SUB, BLOCK_K)
 
-    tokens = load_tokens(p_room, p_room + TOKENS * K, n, K, K, K, BLOCK_K)
-    # Column t is u_t as soon as what the tokens before it add is in it.
-    updates, outputs = (), ()
+    # Row t is u_t as soon as what the tokens before it add is in it.
+    seen, outputs = multiply_pairs(tile, load_pairs(p_room, n, K, BLOCK_K), PARTS, SUB, BLOCK_K, BLOCKS)
+    updates = ()
     for r in tl.static_range(PARTS):
-        seen, output = multiply_fp32_tokens(tile, r * BLOCKS, tokens, SUB, BLOCK_K, BLOCKS)
-        updates = updates + (beta[None, :] * (values[r].to(tl.float32) - seen),)
-        outputs = outputs + (output,)
+        updates = updates + (beta * (values[r].to(tl.float32) - seen[r]),)
     for t in range(0, n):
-        row_u = tl.sum(tl.where(o_row == t, to_updates, 0.0), axis=0, keep_dims=True)
-        row_o = tl.sum(tl.where(o_row == t, to_outputs, 0.0), axis=0, keep_dims=True)
+        add_u = tl.sum(tl.where(o_earlier == t, to_updates, 0.0), axis=1, keep_dims=True)
+        add_o = tl.sum(tl.where(o_earlier == t, to_outputs, 0.0), axis=1, keep_dims=True)
         new_updates, new_outputs = (), ()
         for r in tl.static_range(PARTS):
-            u = tl.sum(tl.where(o_column == t, updates[r], 0.0), axis=1, keep_dims=True)
+            u = tl.sum(tl.where(o_t == t, updates[r], 0.0), axis=0, keep_dims=True)
             # Not a sum with zeros: of a token that is not finite the tokens before it know nothing.
-            new_updates = new_updates + (tl.where(o_column > t, updates[r] + u * row_u, updates[r]),)
-            new_outputs = new_outputs + (tl.where(o_column >= t, outputs[r] + u * row_o, outputs[r]),)
+            new_updates = new_updates + (tl.where(o_t > t, updates[r] + u * add_u, updates[r]),)
+            new_outputs = new_outputs + (tl.where(o_t >= t, outputs[r] + u * add_o, outputs[r]),)
         updates, outputs = new_updates, new_outputs
 
     p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half) + H * K + i_hv * V
     for r in tl.static_range(PARTS):
-        o_r = o_v + r * SUB
+        o_r = (o_v + r * SUB)[None, :]
         inside = below(o_r, V, BLOCK_V)
-        p_o = o + ((begin + o_column) * HV + i_hv) * V + o_r
-        tl.store(p_o, outputs[r].to(o.dtype.element_ty), mask=inside & (o_column < length))
-        records = (write > 0) & (committed == 0) & (o_column < n)
-        tl.store(p_draft + o_column * RECORD + o_r, updates[r], mask=inside & records)
+        p_o = o + ((begin + o_t) * HV + i_hv) * V + o_r
+        tl.store(p_o, outputs[r].to(o.dtype.element_ty), mask=inside & (o_t < length))
+        records = (write > 0) & (committed == 0) & (o_t < n)
+        tl.store(p_draft + o_t * RECORD + o_r, updates[r], mask=inside & records)
 
     if (write > 0) & (committed > 0):
         tile = decay_keys(tile, load_keys(p_room + OWN * K, True, K, BLOCK_K), PARTS, BLOCKS)
         for t in range(0, n):
             columns = ()
             for r in tl.static_range(PARTS):
-                columns = columns + (tl.sum(tl.where(o_column == t, updates[r], 0.0), axis=1, keep_dims=True),)
+                columns = columns + (tl.sum(tl.where(o_t == t, updates[r], 0.0), axis=0)[:, None],)
             key = load_keys(p_room + (OWN + 1 + t) * K, True, K, BLOCK_K)
             tile = add_outer(tile, columns, key, PARTS, BLOCKS)
-        store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
+        store_tile(p_new, tile, o_v[:, None], V, K, PARTS, SUB, BLOCK_K)
 
 
 def can_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows) -> bool:
@@ -173,10 +170,11 @@ def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor)
     heads, overlap = inputs.heads, can_overlap(inputs.v)
     size = (rows.num_rows, heads.num_value_heads, count_room(heads.key_dim))
     room = torch.empty(size, dtype=torch.float32, device=inputs.device)
-    prepare_tokens(inputs, lines, rows, room, overlap=overlap)
+    vector = LOAD_BYTES // lines.state.element_size()
+    block_k = ROW_THREADS * vector
+    prepare_tokens(inputs, lines, rows, room, block_k, overlap=overlap)
     many = rows.num_rows * heads.num_value_heads >= MANY_HEADS
     parts, max_registers, at_once = MANY if many else FEW
-    vector = LOAD_BYTES // lines.state.element_size()
     unit, (_, _, v_units) = inputs.count_strides(vector)
     _verify_keyed[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, parts * SUB),)](
         inputs.v,
@@ -190,7 +188,7 @@ def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor)
         OVERLAP=overlap,
         PARTS=parts,
         SUB=SUB,
-        BLOCK_K=ROW_THREADS * vector,
+        BLOCK_K=block_k,
         AT_ONCE=at_once,
         num_warps=1,
         num_stages=1,
