@@ -181,9 +181,9 @@ def multiply_tokens(tile, first: tl.constexpr, tokens, SUB: tl.constexpr, BLOCK_
 
 @triton.jit
 def place_pairs(o_k, BLOCK_K: tl.constexpr):
-    """Return where channels o_k of a token's key are among 2 K values that `load_pairs` takes, before those of its query.
+    """Return where channels o_k of a key are among the 2 K values of a token for `load_pairs`, each before the query's.
 
-    As a thread of a matrix instruction wants them: two channels of both at a time.
+    As a thread gives them to a matrix instruction: two channels of both at a time.
     """
     in_block = o_k % BLOCK_K
     in_thread = in_block % (BLOCK_K // 4)
@@ -226,9 +226,7 @@ def _split_bits(values):
 
 
 @triton.jit
-def multiply_pairs(
-    tile, pairs, PARTS: tl.constexpr, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr
-):
+def multiply_pairs(tile, pairs, PARTS: tl.constexpr, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the products of the keys and every part's rows, then those of the queries, tuples of `[TOKENS, SUB]`.
 
     Exact to about 2^-20: both sides are sums, whose rests don't meet. The state is the right operand, of which a thread

@@ -27,6 +27,8 @@ from deltaline_kernels.device.state_tile import scale
 from deltaline_kernels.device.token_tile import TOKENS, place_pairs
 from deltaline_kernels.rows import Rows, StateLines
 
+# So that as many programs as 64 rows of 32 heads have run at once.
+MAX_REGISTERS = 128
 # Where these parts begin, in units of K values, and what is behind them.
 OLD = tl.constexpr(2 * TOKENS.value)
 OWN = tl.constexpr(OLD.value + 1 + TOKENS.value)
@@ -194,4 +196,5 @@ def prepare_tokens(
         OVERLAP=overlap,
         num_warps=1,
         num_stages=1,
+        maxnreg=MAX_REGISTERS,
     )

@@ -7,10 +7,10 @@ tokens, k and q after their norms, and x . y the products of channels one by one
     o_t = h (exp(G_t) . q_t) + sum_{j<=t} <q_t, exp(G_t - G_j) . k_j> u_j
     h = h . exp(G_n) + sum_t u_t (exp(G_n - G_t) . k_t)^T
 
-So all products of the state are one, of h and the row's decayed keys and queries. What does not need the state, all that
-is of key channels, a launch of its own finds once for each head (tokens.py); this one begins to load states while that
-one runs. A program has some rows of one head's state in the registers of one warp: it folds the replayed drafts, stores
-the state if the row commits nothing itself, then computes the row's tokens.
+So all products of the state are one, of h and the row's decayed keys and queries. All that is of key channels alone, a
+launch of its own finds once for each head (tokens.py); this one begins to load states while that one runs. A program
+has some rows of one head's state in the registers of one warp: it folds the replayed drafts, stores the state if the
+row commits nothing itself, then computes the row's tokens.
 """
 
 import torch
