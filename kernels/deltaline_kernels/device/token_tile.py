@@ -180,33 +180,37 @@ def multiply_tokens(tile, first: tl.constexpr, tokens, SUB: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def place_pairs(o_k, BLOCK_K: tl.constexpr):
-    """Return where channels o_k of a key are among the 2 K values of a token for `load_pairs`, each before the query's.
+def store_pairs(pointer, key, query, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Write a token's key and query `[K]` to 2 K values at `pointer`, as `load_pairs` takes them.
 
-    As a thread gives them to a matrix instruction: two channels of both at a time.
+    Four at a time are what a thread of a matrix instruction has: two channels that are neighbours, of both. First those
+    of the channels 0 and 1 of every four, then those of 2 and 3, so that a thread here has its own four together too.
     """
-    in_block = o_k % BLOCK_K
-    in_thread = in_block % (BLOCK_K // 4)
-    pair = o_k // BLOCK_K * (BLOCK_K // 8) + in_thread // 2
-    return pair * 16 + in_block // (BLOCK_K // 4) * 4 + in_thread % 2 * 2
+    apart = tl.permute(tl.reshape(tl.join(key, query), (K // 4, 2, 2, 2)), (1, 0, 2, 3))
+    o_x = tl.arange(0, K // 2)[:, None]
+    first = o_x * 4 % K
+    o_four = o_x * 4 // K * (K // 16) + first // BLOCK_K * (BLOCK_K // 16) + first % (BLOCK_K // 4) // 4
+    o_thread = first % BLOCK_K // (BLOCK_K // 4)
+    place = o_four * 16 + o_thread * 4 + tl.arange(0, 4)[None, :]
+    tl.store(pointer + place, tl.reshape(apart, (K // 2, 4)))
 
 
 @triton.jit
 def load_pairs(pointer, n, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return keys and queries of TOKENS tokens in fp32, that lie as `place_pairs` says, as operands.
+    """Return the keys and queries of TOKENS tokens that `store_pairs` wrote from `pointer` on, as operands.
 
     A tuple of `[2 * TOKENS, BLOCK_K]`, the keys first; zero from token n on.
     """
     loaded = load_rows(pointer, n, 2 * K, TOKENS, 2 * K, 16)
-    S: tl.constexpr = BLOCK_K // 8
+    FOURS: tl.constexpr = BLOCK_K // 16
     pairs = ()
     for j in tl.static_range(K // BLOCK_K):
-        if S == 2:
-            block = tl.join(loaded[2 * j], loaded[2 * j + 1])
+        if FOURS == 1:
+            block = tl.join(loaded[j], loaded[K // 16 + j])
         else:
-            evens = tl.join(loaded[4 * j], loaded[4 * j + 2])
-            block = tl.join(evens, tl.join(loaded[4 * j + 1], loaded[4 * j + 3]))
-        apart = tl.permute(tl.reshape(block, (TOKENS, 4, 2, 2, S // 2, 2)), (3, 0, 4, 2, 1, 5))
+            left = tl.join(loaded[2 * j], loaded[2 * j + 1])
+            block = tl.join(left, tl.join(loaded[K // 16 + 2 * j], loaded[K // 16 + 2 * j + 1]))
+        apart = tl.permute(tl.reshape(block, (TOKENS, 4, 2, 2, FOURS, 2)), (3, 0, 4, 2, 1, 5))
         pairs = pairs + (tl.reshape(apart, (2 * TOKENS, BLOCK_K)),)
     return pairs
 

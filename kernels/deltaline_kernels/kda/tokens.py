@@ -4,7 +4,7 @@ A program per row and value head: a vector of key channels is `[K]`, and every t
 its own, so that gates, norms and decays are computed once, and not by all programs and threads that share a head. What
 it finds goes through memory, `ROOM` fp32 values of which no more are touched than the row has tokens:
 
-    [TOKENS, 2 * K]  exp(G_t) . k_t and exp(G_t) . q_t, which meet the state before the row, as `place_pairs` says
+    [TOKENS, 2 * K]  exp(G_t) . k_t and exp(G_t) . q_t, which meet the state before the row, as `store_pairs` lays them
     [1 + TOKENS, K]  what the replayed drafts leave of each channel, then their keys, each as far as it is left
     [1 + TOKENS, K]  the same of the row's own tokens, if it commits them
     [2, TOKENS, TOKENS]  -beta_t <k_t, exp(G_t - G_j) . k_j> and <q_t, exp(G_t - G_j) . k_j> at [t, j]
@@ -24,7 +24,7 @@ from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.device.lines import find_drafts
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.state_tile import scale
-from deltaline_kernels.device.token_tile import TOKENS, place_pairs
+from deltaline_kernels.device.token_tile import TOKENS, store_pairs
 from deltaline_kernels.rows import Rows, StateLines
 
 # So that as many programs as 64 rows of 32 heads have run at once.
@@ -122,7 +122,6 @@ def _prepare(
     records = (write > 0) & (committed == 0)
     records_k = records & (i_hv % (HV // H) == 0)
     p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half) + o_k
-    p_pairs = p_room + place_pairs(o_k, BLOCK_K)[:, None] + tl.arange(0, 2)[None, :]
     o_square = tl.arange(0, SQUARE)
     kk = tl.zeros((SQUARE,), tl.float32)
     kq = kk
@@ -145,7 +144,7 @@ def _prepare(
                 kk = tl.where(o_square == t * TOKENS + j, tl.sum(earlier[j] * key, axis=0), kk)
                 kq = tl.where(o_square == t * TOKENS + j, tl.sum(earlier[j] * query, axis=0), kq)
             kq = tl.where(o_square == t * TOKENS + t, tl.sum(key * query, axis=0), kq)
-            tl.store(p_pairs + t * 2 * K, tl.join(key * total, query * total))
+            store_pairs(p_room + t * 2 * K, key * total, query * total, K, BLOCK_K)
             if records:
                 tl.store(p_draft + t * RECORD + GATES + i_hv * K, g)
             if records_k:
