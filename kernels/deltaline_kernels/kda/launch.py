@@ -6,10 +6,11 @@ Which rows decode, verify or replay is read on the device.
 import torch
 from torch import Tensor
 
+from deltaline_kernels.device.delta_rule.at_once import can_verify
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.device.delta_rule.recurrent import launch_recurrent
 from deltaline_kernels.kda.chunk import LARGEST_KEY, launch_chunk
-from deltaline_kernels.kda.verify import can_verify, launch_verify
+from deltaline_kernels.kda.verify import launch_verify
 from deltaline_kernels.rows import Rows, StateLines
 
 

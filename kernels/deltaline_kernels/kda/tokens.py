@@ -46,10 +46,11 @@ def _store_left(pointer, keys, decays, count, K: tl.constexpr):
     """Write what `count` tokens of these log decays leave of each channel, then of each of their keys."""
     o_k = tl.arange(0, K)
     left = tl.full((K,), 1.0, tl.float32)
-    for t in tl.static_range(TOKENS - 1, -1, -1):
-        if t < count:
-            tl.store(pointer + (1 + t) * K + o_k, keys[t] * left)
-            left *= tl.exp(decays[t])
+    # The last one first.
+    for i in tl.static_range(TOKENS):
+        if TOKENS - 1 - i < count:
+            tl.store(pointer + (TOKENS - i) * K + o_k, keys[TOKENS - 1 - i] * left)
+            left *= tl.exp(decays[TOKENS - 1 - i])
     tl.store(pointer + o_k, left)
 
 

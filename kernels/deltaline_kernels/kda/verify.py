@@ -36,7 +36,6 @@ from deltaline_kernels.device.token_tile import TOKENS, load_keys, load_pairs, m
 from deltaline_kernels.kda.tokens import BETWEEN, OLD, OWN, SQUARE, count_room, prepare_tokens
 from deltaline_kernels.rows import Rows, StateLines
 
-KEYS = (64, 128)
 # Threads that share a row of the state, and bytes that each loads at once.
 ROW_THREADS, LOAD_BYTES = 4, 16
 # Rows of a part of the state.
@@ -152,12 +151,6 @@ def _verify_keyed(
             key = load_keys(p_room + (OWN + 1 + t) * K, True, K, BLOCK_K)
             tile = add_outer(tile, columns, key, PARTS, BLOCKS)
         store_tile(p_new, tile, o_v[:, None], V, K, PARTS, SUB, BLOCK_K)
-
-
-def can_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows) -> bool:
-    """Say whether `launch_verify` takes these short rows: a few tokens of 16 bits, keys of a size that it has."""
-    fits = rows.num_token_lines == 0 and 1 < rows.max_length <= TOKENS.value and lines.drafts.shape[2] <= TOKENS.value
-    return fits and inputs.dtype != torch.float32 and inputs.heads.key_dim in KEYS
 
 
 def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:

@@ -29,6 +29,10 @@ CASES = {
         KdaLayer(H=2, HV=4, K=128, V=40, M=5),
         [Row(5, verify=True, replayed=3), Row(1, replayed=2), Row(4, verify=True, fresh=True)],
     ),
+    "grouped-heads-of-odd-values": (
+        KdaLayer(H=1, HV=3, K=64, V=35, M=8),
+        [Row(5, verify=True, replayed=2), Row(2, replayed=3), Row(1, to="other")],
+    ),
     "safe-gates": (replace(SMALL, lower_bound=-5.0), [Row(5, verify=True, replayed=3), Row(1), Row(4, replayed=1)]),
 }
 GATES = {"no-decay": -60.0, "usual": 0.0, "decay-of-5": 5.0, "decay-of-50": 50.0, "decay-of-1000": 1000.0}
@@ -74,7 +78,7 @@ def test_kda_of_short_rows_is_right_for_correlated_keys(path: Path, gate: float)
 
 @pytest.mark.parametrize("strength", [5.0, 50.0, math.inf])
 def test_kda_of_short_rows_survives_decays_that_overflow(path: Path, strength: float) -> None:
-    """Every token but every fifth, which leaves channels between: they keep all, or nearly all."""
+    """Two of three channels leave little of what was before; the others keep all, some of those nearly all at times."""
     batch = make_correlated(path, 0.0).with_raw_gates()
     batch.a.fill_(-strength)
     batch.a[:, ::3] = 0.0
@@ -102,17 +106,22 @@ def test_a_short_draft_of_kda_that_is_not_finite_leaves_those_before_it_alone(pa
 
 
 def test_short_rows_of_kda_that_fit_are_computed_at_once() -> None:
-    verify = pytest.importorskip("deltaline_kernels.kda.verify", reason="triton is not installed")
+    at_once = pytest.importorskip("deltaline_kernels.device.delta_rule.at_once", reason="triton is not installed")
 
-    def fits(length: int = 5, dtype: torch.dtype = torch.bfloat16, K: int = 128, drafts: int = 8) -> bool:
+    def fits(
+        length: int = 5, dtype: torch.dtype = torch.bfloat16, K: int = 128, drafts: int = 8, token_lines: int = 0
+    ) -> bool:
         rows = plan_rows([Row(length), Row(0)], 64, "cpu")
+        control = torch.cat((rows.control, torch.zeros(token_lines, 3, dtype=torch.int32)))
+        rows = replace(rows, control=control, num_token_lines=token_lines)
         heads = DeltaHeads(2, 4, K, 16, 1.0, 1e-6, keyed=True)
         qkv = torch.empty(length, heads.channels, dtype=dtype)
         inputs = DeltaInputs(*heads.split(qkv), qkv, qkv, None, None, heads)
         lines = StateLines(torch.empty(1, 4, 16, K), torch.empty(1, 2, drafts, 1))
-        answer: bool = verify.can_verify(inputs, lines, rows)
+        answer: bool = at_once.can_verify(inputs, lines, rows)
         return answer
 
+    assert not fits(token_lines=5)
     assert fits() and fits(2) and fits(8) and fits(dtype=torch.float16) and fits(K=64)
     assert not any((fits(1), fits(9), fits(dtype=torch.float32), fits(K=32), fits(K=96), fits(K=256), fits(drafts=9)))
 
