@@ -147,8 +147,8 @@ def add_outer(tile, updates, k, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
     for r in tl.static_range(PARTS):
         for j in tl.static_range(BLOCKS):
             # Equal shapes: fma does not broadcast.
-            u, _ = tl.broadcast(updates[r], k[j])
-            added = added + (tl.fma(u, k[j], tile[r * BLOCKS + j]),)
+            u, key = tl.broadcast(updates[r], k[j])
+            added = added + (tl.fma(u, key, tile[r * BLOCKS + j]),)
     return added
 
 

@@ -177,3 +177,79 @@ def multiply_exactly(
 def multiply_tokens(tile, first: tl.constexpr, tokens, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the products of a part's rows and keys, and of these rows and queries, both `[SUB, TOKENS]`."""
     return _halves(multiply_exactly(tile, first, tokens, 2 * TOKENS, SUB, BLOCK_K, BLOCKS), SUB, TOKENS)
+
+
+@triton.jit
+def store_pairs(pointer, key, query, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Write a token's key and query `[K]` to 2 K values at `pointer`, as `load_pairs` takes them.
+
+    Four at a time are what a thread of a matrix instruction has: two channels that are neighbours, of both. First those
+    of the channels 0 and 1 of every four, then those of 2 and 3, so that a thread here has its own four together too.
+    """
+    apart = tl.permute(tl.reshape(tl.join(key, query), (K // 4, 2, 2, 2)), (1, 0, 2, 3))
+    o_x = tl.arange(0, K // 2)[:, None]
+    first = o_x * 4 % K
+    o_four = o_x * 4 // K * (K // 16) + first // BLOCK_K * (BLOCK_K // 16) + first % (BLOCK_K // 4) // 4
+    o_thread = first % BLOCK_K // (BLOCK_K // 4)
+    place = o_four * 16 + o_thread * 4 + tl.arange(0, 4)[None, :]
+    tl.store(pointer + place, tl.reshape(apart, (K // 2, 4)))
+
+
+@triton.jit
+def load_pairs(pointer, n, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the keys and queries of TOKENS tokens that `store_pairs` wrote from `pointer` on, as operands.
+
+    A tuple of `[2 * TOKENS, BLOCK_K]`, the keys first; zero from token n on.
+    """
+    loaded = load_rows(pointer, n, 2 * K, TOKENS, 2 * K, 16)
+    FOURS: tl.constexpr = BLOCK_K // 16
+    pairs = ()
+    for j in tl.static_range(K // BLOCK_K):
+        if FOURS == 1:
+            block = tl.join(loaded[j], loaded[K // 16 + j])
+        else:
+            left = tl.join(loaded[2 * j], loaded[2 * j + 1])
+            block = tl.join(left, tl.join(loaded[K // 16 + 2 * j], loaded[K // 16 + 2 * j + 1]))
+        apart = tl.permute(tl.reshape(block, (TOKENS, 4, 2, 2, FOURS, 2)), (3, 0, 4, 2, 1, 5))
+        pairs = pairs + (tl.reshape(apart, (2 * TOKENS, BLOCK_K)),)
+    return pairs
+
+
+@triton.jit
+def _order_pairs(block, SUB: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return `[SUB, BLOCK_K]` of a tile with its columns in the order of `load_pairs`."""
+    apart = tl.permute(tl.reshape(block, (SUB, 4, BLOCK_K // 16, 2, 2)), (0, 2, 4, 1, 3))
+    return tl.reshape(apart, (SUB, BLOCK_K))
+
+
+@triton.jit
+def _split_bits(values):
+    """Return the bits of fp32 that TF32 has, and the rest."""
+    high = (values.to(tl.int32, bitcast=True) & TF32_BITS).to(tl.float32, bitcast=True)
+    return high, values - high
+
+
+@triton.jit
+def multiply_pairs(tile, pairs, PARTS: tl.constexpr, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the products of the keys and every part's rows, then those of the queries, tuples of `[TOKENS, SUB]`.
+
+    Exact to about 2^-20: both sides are sums, whose rests don't meet. The state is the right operand, of which a thread
+    gives an instruction two neighbours of a row, as they came: for a left one it would have to gather four of two rows.
+    """
+    products = ()
+    for _ in tl.static_range(PARTS):
+        products = products + (tl.zeros((2 * TOKENS, SUB), tl.float32),)
+    for j in tl.static_range(BLOCKS):
+        left_high, left_low = _split_bits(pairs[j])
+        more = ()
+        for r in tl.static_range(PARTS):
+            right_high, right_low = _split_bits(tl.trans(_order_pairs(tile[r * BLOCKS + j], SUB, BLOCK_K)))
+            total = tl.dot(left_high, right_high, products[r], input_precision="tf32")
+            total = tl.dot(left_low, right_high, total, input_precision="tf32")
+            more = more + (tl.dot(left_high, right_low, total, input_precision="tf32"),)
+        products = more
+    of_keys, of_queries = (), ()
+    for r in tl.static_range(PARTS):
+        upper, lower = tl.split(tl.permute(tl.reshape(products[r], (2, TOKENS, SUB)), (1, 2, 0)))
+        of_keys, of_queries = of_keys + (upper,), of_queries + (lower,)
+    return of_keys, of_queries

@@ -11,7 +11,6 @@ while it is on its way. A program has some rows of one head's state in the regis
 drafts, stores the state if the row commits nothing itself, then computes the row's tokens.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,7 +32,6 @@ from deltaline_kernels.device.token_tile import (
 )
 from deltaline_kernels.rows import Rows, StateLines
 
-KEYS = (64, 128)
 # Threads that share a row of the state, and bytes that each loads at once.
 ROW_THREADS, LOAD_BYTES = 4, 16
 # Rows of a part of the state.
@@ -199,12 +197,6 @@ def _verify(
             key = to_fp32(load_keys(p_k + t * k_stride, True, K, BLOCK_K), BLOCKS)
             tile = fold_at_once(tile, left, t, n, (columns,), (scale(key, factor, BLOCKS),), PARTS, BLOCKS, 1)
         store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
-
-
-def can_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows) -> bool:
-    """Say whether `launch_verify` takes these short rows: a few tokens of 16 bits, keys of a size that it has."""
-    fits = rows.num_token_lines == 0 and 1 < rows.max_length <= TOKENS.value and lines.drafts.shape[2] <= TOKENS.value
-    return fits and inputs.dtype != torch.float32 and inputs.heads.key_dim in KEYS
 
 
 def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:

@@ -96,7 +96,7 @@ def test_a_draft_that_is_not_finite_leaves_those_before_it_alone(path: Path, wha
 
 
 def test_short_rows_that_fit_are_computed_at_once() -> None:
-    verify = pytest.importorskip("deltaline_kernels.gated_delta.verify", reason="triton is not installed")
+    at_once = pytest.importorskip("deltaline_kernels.device.delta_rule.at_once", reason="triton is not installed")
 
     def fits(length: int = 5, dtype: torch.dtype = torch.bfloat16, K: int = 128, drafts: int = 8) -> bool:
         rows = plan_rows([Row(length), Row(0)], 64, "cpu")
@@ -104,7 +104,7 @@ def test_short_rows_that_fit_are_computed_at_once() -> None:
         qkv = torch.empty(length, heads.channels, dtype=dtype)
         inputs = DeltaInputs(*heads.split(qkv), qkv, qkv, None, None, heads)
         lines = StateLines(torch.empty(1, 4, 16, K), torch.empty(1, 2, drafts, 1))
-        answer: bool = verify.can_verify(inputs, lines, rows)
+        answer: bool = at_once.can_verify(inputs, lines, rows)
         return answer
 
     assert fits() and fits(2) and fits(8) and fits(dtype=torch.float16) and fits(K=64)
