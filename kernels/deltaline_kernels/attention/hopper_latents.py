@@ -31,8 +31,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.output import finish, store_sums
-from deltaline_kernels.attention.plan import LATENT_DIM, LATENT_KEYS, LATENT_PREFETCH, LATENTS_BEHIND, Tile
-from deltaline_kernels.device.hopper import barrier, clear_rows, on_hopper, prefetch
+from deltaline_kernels.attention.plan import LATENT_DIM, LATENT_KEYS, LATENTS_BEHIND, Tile
+from deltaline_kernels.device.hopper import barrier, clear_rows, on_hopper
 from deltaline_kernels.device.sizes import pow2
 from deltaline_kernels.rows import Rows
 
@@ -128,7 +128,6 @@ def _load_queries(
 def attend_latents_kernel(
     k_tiles,
     behind_tiles,
-    k,
     q,
     page_table,
     control,
@@ -161,7 +160,6 @@ def attend_latents_kernel(
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
-    PREFETCH: gl.constexpr,
     OVERLAP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
@@ -262,9 +260,6 @@ def attend_latents_kernel(
             then = start + STAGES * BLOCK_N
             next_page = gl.load(p_table + (then + BLOCK_N) // PAGE, mask=then + BLOCK_N < end, other=0)
             mbarrier.wait(bars.index(stage), (done + i) // STAGES % 2)
-            if PREFETCH:
-                p_then = k + (page.to(gl.int64) * PAGE + then % PAGE) * (DV + BEHIND)
-                prefetch(p_then, 2 * BLOCK_N * (DV + BEHIND), then < end)
             if start + BLOCK_N > num_keys:
                 # What is behind a row's keys may be anything, and 0 times that no number.
                 clear_rows(k_s.index(stage), num_keys - start, WARPS)
@@ -368,7 +363,6 @@ def launch_latents(
     pages, layout = keys.k.flatten(0, 2), gl.NVMMASharedLayout(128, 16, 2)
     attend_latents_kernel[(programs,)](
         *(TensorDescriptor.from_tensor(pages, [tile.keys, width], layout) for width in (heads.value_dim, 64)),
-        keys.k,
         q,
         keys.page_table,
         rows.control,
@@ -387,7 +381,6 @@ def launch_latents(
         SPLIT=split or 1 << 30,
         ROWS=pow2(rows.num_rows),
         STAGES=tile.stages,
-        PREFETCH=LATENT_PREFETCH,
         OVERLAP=overlap,
         WARPS=tile.num_warps,
         num_warps=tile.num_warps,

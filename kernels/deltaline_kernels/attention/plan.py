@@ -12,6 +12,8 @@ MOST_ROWS = 256
 # splits, and of many rows with a few.
 FEW_COMBINES = 512
 FEW, MANY = (32, 128), (64, 32)
+# Of many queries over latents, whose outputs are wide and whose splits are few: fewer programs have less to look up.
+MANY_LATENTS = (256, 8)
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,6 @@ MOST_KEYS = 2048
 # each query head: so splits are as long as they can be with all processors busy.
 LATENT_DIM, LATENTS_BEHIND = 512, (0, 64)
 LATENT_KEYS, LATENT_STAGES = 64, 2
-# Whether a block is asked for in the L2 while the one whose place it takes is computed.
-LATENT_PREFETCH = True
 LATENT_SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (16, 512), (64, 1024))
 
 
@@ -129,5 +129,6 @@ def _choose_split(count: int, splits: tuple[tuple[int, int], ...]) -> int:
 
 def choose_parts(value_dim: int, num_queries: int) -> tuple[int, int]:
     """Return the channels that a program of the combine takes, and the splits at once, for so many tokens x heads."""
-    channels, splits = FEW if num_queries < FEW_COMBINES else MANY
+    many = MANY if value_dim < LATENT_DIM else MANY_LATENTS
+    channels, splits = FEW if num_queries < FEW_COMBINES else many
     return min(pow2(value_dim), channels), splits

@@ -39,24 +39,3 @@ def clear_rows(buffer, first, WARPS: gl.constexpr):
         part.store(gl.where(is_kept, part.load(layout), 0.0).to(buffer.dtype))
     fence_async_shared()
     barrier()
-
-
-@gluon.jit
-def prefetch(pointer, NUM_BYTES: gl.constexpr, is_here):
-    """Ask for bytes that lie together, a multiple of 16 from such an address on, in the L2; one thread does."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred %is_first, %is_here;
-        .reg .b32 %thread;
-        mov.u32 %thread, %tid.x;
-        setp.eq.u32 %is_first, %thread, 0;
-        setp.ne.and.u32 %is_here, $2, 0, %is_first;
-        @%is_here cp.async.bulk.prefetch.L2.global [$1], $3;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r,r",
-        [pointer, is_here.to(gl.int32), NUM_BYTES],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from deltaline_kernels.device.delta_rule.inputs import MANY_HEADS, DeltaInputs
+from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.overlap import can_overlap, launch_options
 from deltaline_kernels.device.row import load_row
@@ -40,9 +40,9 @@ from deltaline_kernels.rows import Rows, StateLines
 ROW_THREADS, LOAD_BYTES = 4, 16
 # Rows of a part of the state.
 SUB = 16
-# Parts of the state per program, registers, and records that are loaded at once, for few and for many programs. Each is
-# one warp: several would exchange operands. Those of the gated delta rule, not measured here yet.
-FEW, MANY = (1, 168, 3), (2, 255, 3)
+# Parts of the state per program, registers, and records that are loaded at once. Each program is one warp: several
+# would exchange operands. Measurements: docs/log.md.
+PARTS, MAX_REGISTERS, AT_ONCE = 1, 128, 2
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -166,10 +166,8 @@ def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor)
     vector = LOAD_BYTES // lines.state.element_size()
     block_k = ROW_THREADS * vector
     prepare_tokens(inputs, lines, rows, room, block_k, overlap=overlap)
-    many = rows.num_rows * heads.num_value_heads >= MANY_HEADS
-    parts, max_registers, at_once = MANY if many else FEW
     unit, (_, _, v_units) = inputs.count_strides(vector)
-    _verify_keyed[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, parts * SUB),)](
+    _verify_keyed[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, PARTS * SUB),)](
         inputs.v,
         *lines.arguments(rows, o),
         room,
@@ -179,12 +177,12 @@ def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor)
         UNIT=unit,
         ROOM=room.shape[2],
         OVERLAP=overlap,
-        PARTS=parts,
+        PARTS=PARTS,
         SUB=SUB,
         BLOCK_K=block_k,
-        AT_ONCE=at_once,
+        AT_ONCE=AT_ONCE,
         num_warps=1,
         num_stages=1,
-        maxnreg=max_registers,
+        maxnreg=MAX_REGISTERS,
         **launch_options(overlap=overlap),
     )

@@ -45,12 +45,7 @@ def test_kda_of_short_rows_matches_the_reference(path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2], ids=["one-row", "two-rows"])
-def test_kda_of_many_heads_at_once_matches_the_reference(
-    path: Path, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a program per several parts of the state, as there is for many rows."""
-    verify = pytest.importorskip("deltaline_kernels.kda.verify", reason="triton is not installed")
-    monkeypatch.setattr(verify, "MANY_HEADS", 1)
+def test_kda_of_short_rows_takes_a_state_of_several_parts(path: Path, rows: int) -> None:
     plan = [Row(5, verify=True, replayed=4), Row(3, replayed=1)][:rows]
     check_against_reference(make_kda_batch(plan, path, replace(SMALL, V=52)), path, path.dtype)
 
