@@ -8,7 +8,7 @@ from kernels.kda.test_kda_verify import (
     SMALL,
     make_correlated,
     test_a_short_draft_of_kda_that_is_not_finite_leaves_those_before_it_alone,
-    test_kda_of_many_heads_at_once_matches_the_reference,
+    test_kda_of_short_rows_takes_a_state_of_several_parts,
     test_kda_of_short_rows_is_right_for_correlated_keys,
     test_kda_of_short_rows_matches_the_reference,
     test_kda_of_short_rows_rounds_a_16_bit_state_once,
