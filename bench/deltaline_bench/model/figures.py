@@ -61,9 +61,10 @@ class Run:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Run:
         """Read what `to_json` gave."""
-        decodes = tuple(Decode(**decode) for decode in fields["decodes"])
-        prefill = None if fields["prefill"] is None else Prefill(**fields["prefill"])
-        return cls(**fields | {"decodes": decodes, "prefill": prefill})
+        kept = dict(fields)
+        decodes = tuple(Decode(**decode) for decode in kept.pop("decodes"))
+        prefill = kept.pop("prefill")
+        return cls(**kept, decodes=decodes, prefill=None if prefill is None else Prefill(**prefill))
 
 
 @dataclass(frozen=True)
