@@ -15,6 +15,7 @@ from deltaline_server.config import Config, flag, kind_of, shown
 from deltaline_server.errors import Reason
 
 ROOT = Path(__file__).parents[1]
+MAX_README_LINES = 120
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md")])
 
 
@@ -70,14 +71,16 @@ def test_decisions_are_numbered_one_by_one() -> None:
     assert titles == [f"# {page.name[:4]}" for page in pages]
 
 
-def test_make_targets_of_the_readme_exist() -> None:
-    named = set(re.findall(r"(?:`|^    )make ([a-z][a-z-]*)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M))
+def test_make_targets_of_the_pages_exist() -> None:
+    pages = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "CONTRIBUTING.md"))
+    named = set(re.findall(r"(?:`|^    )make ([a-z][a-z-]*)", pages, re.M))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     assert {"demo", "test"} <= named <= targets
 
 
-def test_readme_opens_with_the_two_commands() -> None:
+def test_readme_opens_with_the_two_commands_and_is_two_screens() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= MAX_README_LINES
     commands = re.findall(r"^    (make \w+)", readme, re.M)
     assert commands[:2] == ["make demo", "make test"]
 

@@ -30,7 +30,7 @@ from deltaline_server.config import Config
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md")])
 # The README starts the server that the samples of these call.
-SERVED = [ROOT / "README.md", ROOT / "docs" / "adapters.md"]
+SERVED = [ROOT / page for page in ("README.md", "docs/client.md", "docs/transformers.md", "docs/adapters.md")]
 SHAPE = re.compile(r"\[[^\]]+\]|\([^()]*,[^()]*\)")
 
 

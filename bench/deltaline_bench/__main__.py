@@ -1,5 +1,6 @@
 """The command: `python -m deltaline_bench SUITE` measures, or `all` of the suites, one after the other, each in a
-process of its own; `python -m deltaline_bench report FILE.json` reports again.
+process of its own; `python -m deltaline_bench report FILE.json` reports again; `python -m deltaline_bench figures`
+writes what the pages tell of the records under bench/results.
 
 Exit status: 0 all bars met, 1 a needed bar missed or a side of ours wrong, 2 bad usage or no CUDA device.
 """
@@ -16,8 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deltaline_bench.current.files import write_current
 from deltaline_bench.plot import PlotUnavailable, write_plot
-from deltaline_bench.record import RunRecord
+from deltaline_bench.record import PARTIAL, RunRecord
 from deltaline_bench.report import summary, write_report
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 SUITES = ("attention", "conv1d", "gated_delta", "kda", "lora", "mamba1", "mamba2", "mhc", "moe")
 ALL = "all"
 NAME = "deltaline_bench"
+ROOT = Path(__file__).parents[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,10 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--rounds", type=int, default=100, help="timed rounds (default 100)")
     command = commands.add_parser("report", help="write the table and the plot beside a JSON file")
     command.add_argument("file", type=Path, metavar="FILE.json")
+    commands.add_parser("figures", help="write docs/figures.md, its picture and the README's table from bench/results")
     options = parser.parse_args(arguments)
     if options.command == ALL:
         return _measure_all(sys.argv[1:] if arguments is None else arguments)
     try:
+        if options.command == "figures":
+            write_current(ROOT)
+            return 0
         return _report(options.file) if options.command == "report" else _measure(options)
     except (OSError, ValueError) as error:
         return _refuse(str(error))
@@ -121,7 +128,7 @@ def _measure(options: argparse.Namespace) -> int:
 def _json_path(run: RunRecord, directory: Path, is_whole: bool) -> Path:
     """Name the file of a run, so that a few cases never replace all of them; makes the directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    return directory / f"{run.file_stem}{'' if is_whole else '-partial'}.json"
+    return directory / f"{run.file_stem}{'' if is_whole else PARTIAL}.json"
 
 
 def _report(path: Path) -> int:

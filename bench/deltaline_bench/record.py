@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+# Behind the name of a file that has not all cases of its suite.
+PARTIAL = "-partial"
+
 
 class Status(StrEnum):
     """What became of a side; only a right one is a side to beat."""

@@ -12,7 +12,7 @@ LEGEND = (
     "share\nof the copy above. error: relative norm of the difference to fp32. how: replays of a CUDA graph, or eager "
     "calls.\n/ ours: times the median of the first side."
 )
-RIGHT_ALIGNED = {"us", "p10..p90", "GB/s", "of copy", "error", "/ ours"}
+RIGHT_ALIGNED = {"us", "p10..p90", "GB/s", "of copy", "error", "/ ours", "ours", "value", "least", "peer / ours"}
 
 
 def write_report(run: RunRecord) -> str:
@@ -69,8 +69,8 @@ def _rows(case: CaseRecord) -> list[list[str]]:
                 *_figures(side),
                 _how(side),
                 "" if is_judged else _number(side.speedup, ".2f", "x"),
-                _bars(case, is_needed=True) if is_judged else "",
-                _bars(case, is_needed=False) if is_judged else "",
+                tell_bars(case, is_needed=True) if is_judged else "",
+                tell_bars(case, is_needed=False) if is_judged else "",
             ]
         )
     return rows
@@ -94,7 +94,8 @@ def _how(side: SideRecord) -> str:
     return how if side.status is Status.RIGHT else f"{side.status} {how}".strip()
 
 
-def _bars(case: CaseRecord, *, is_needed: bool) -> str:
+def tell_bars(case: CaseRecord, *, is_needed: bool) -> str:
+    """Say of the needed bars, or of the aims, whether they were met."""
     return ", ".join(f"{bar.text} {_verdict(bar)}" for bar in case.bars if bar.is_needed == is_needed)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ class Run:
         """The figures as JSON has them."""
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Run:
+        """Read what `to_json` gave."""
+        kept = dict(fields)
+        decodes = tuple(Decode(**decode) for decode in kept.pop("decodes"))
+        prefill = kept.pop("prefill")
+        return cls(**kept, decodes=decodes, prefill=None if prefill is None else Prefill(**prefill))
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -73,8 +82,25 @@ class Verdict:
         return self.value >= self.limit if self.is_least else self.value <= self.limit
 
     def __str__(self) -> str:
-        kind, sign = "aim" if self.is_aim else "bar", ">=" if self.is_least else "<="
-        return f"{self.name}: {self.value:.4g} {'met' if self.is_met else 'MISSED'} ({kind} {sign} {self.limit:g})"
+        kind = "aim" if self.is_aim else "bar"
+        return f"{self.name}: {self.value:.4g} {self.word} ({kind} {self.sign} {self.limit:g})"
+
+    @property
+    def word(self) -> str:
+        return "met" if self.is_met else "MISSED"
+
+    @property
+    def sign(self) -> str:
+        return ">=" if self.is_least else "<="
+
+    @classmethod
+    def from_text(cls, text: str) -> Verdict:
+        """Read what a verdict is as a text, its value as it was rounded. Raises ValueError."""
+        found = re.fullmatch(r"(.+): (\S+) (?:met|MISSED) \((bar|aim) (>=|<=) (\S+)\)", text)
+        if found is None:
+            raise ValueError(f"not a verdict: {text}")
+        name, value, kind, sign, limit = found.groups()
+        return cls(name, float(value), float(limit), sign == ">=", kind == "aim")
 
 
 def judge(run: Run, bars: Bars) -> Iterator[Verdict]:

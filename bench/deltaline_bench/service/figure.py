@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,12 @@ class Bar:
     def is_met(self, value: float) -> bool:
         """Say whether `value` keeps to the bar; NaN does not."""
         return value >= self.limit if self.is_least else value <= self.limit
+
+    @classmethod
+    def from_text(cls, text: str) -> Bar:
+        """Read what a bar is as a text."""
+        sign, limit = text.split()
+        return cls(float(limit.replace(",", "")), sign == ">=")
 
 
 @dataclass(frozen=True)
@@ -62,13 +68,16 @@ def write_table(figures: Sequence[Figure]) -> str:
     """Return the figures as a table whose columns line up; notes follow in parentheses."""
     rows = [("part", "figure", "value", "unit", "seen by", "bar", "", "")]
     for figure in figures:
-        value = (
-            "-" if figure.value is None else f"{figure.value:,.4g}" if figure.value < 1e4 else f"{figure.value:,.0f}"
-        )
+        value = "-" if figure.value is None else tell(figure.value)
         bar = "" if figure.bar is None else str(figure.bar)
         note = f"({figure.note})" if figure.note else ""
         rows.append((figure.part, figure.name, value, figure.unit, figure.seen_by, bar, figure.verdict, note))
     return table(rows, align="<<><<<<<")
+
+
+def tell(value: float) -> str:
+    """Return a value in four digits, or all before the point where there are more."""
+    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
 
 
 def to_json(figures: Sequence[Figure]) -> list[dict[str, Any]]:
@@ -77,3 +86,13 @@ def to_json(figures: Sequence[Figure]) -> list[dict[str, Any]]:
         asdict(figure) | {"bar": None if figure.bar is None else str(figure.bar), "verdict": figure.verdict}
         for figure in figures
     ]
+
+
+def from_json(records: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """Read what `to_json` gave; a verdict follows from its bar."""
+    figures = []
+    for record in records:
+        fields = {name: value for name, value in record.items() if name != "verdict"}
+        bar = None if fields["bar"] is None else Bar.from_text(fields["bar"])
+        figures.append(Figure(**fields | {"bar": bar}))
+    return figures
