@@ -31,7 +31,7 @@ MAKERS: dict[str, Any] = {
 # What is compiled for short rows and for long ones.
 KERNELS = {
     "delta": {"_verify", "walk_kernel"},
-    "kda": {"_recurrent", "pair_kernel", "_invert", "walk_kernel"},
+    "kda": {"_prepare", "_verify_keyed", "pair_kernel", "_invert", "walk_kernel"},
     "mamba1": {"_scan"},
 }
 ROWS = [
