@@ -335,6 +335,8 @@ def can_attend_latents(queries: Queries, keys: Keys) -> bool:
         and heads.value_dim == LATENT_DIM
         and heads.behind_latent in LATENTS_BEHIND
         and keys.page_table is not None
+        # Of nothing the copy engine has no tiles.
+        and keys.k.shape[0] > 0
         and keys.page_size >= LATENT_KEYS
         and queries.is_only_causal
         # The copy engine's.

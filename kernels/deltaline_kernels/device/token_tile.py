@@ -149,6 +149,13 @@ def load_tokens(p_k, p_q, n, k_stride, q_stride, K: tl.constexpr, BLOCK_K: tl.co
 
 
 @triton.jit
+def _split_bits(values):
+    """Return the bits of fp32 that TF32 has, and the rest."""
+    high = (values.to(tl.int32, bitcast=True) & TF32_BITS).to(tl.float32, bitcast=True)
+    return high, values - high
+
+
+@triton.jit
 def multiply_exactly(
     tile,
     first: tl.constexpr,
@@ -167,9 +174,9 @@ def multiply_exactly(
     for j in tl.static_range(BLOCKS):
         right = tl.trans(_reorder(tokens[j], COUNT, BLOCK_K).to(tl.float32))
         left = _reorder(tile[first + j], SUB, BLOCK_K)
-        high = (left.to(tl.int32, bitcast=True) & TF32_BITS).to(tl.float32, bitcast=True)
+        high, low = _split_bits(left)
         products = tl.dot(high, right, products, input_precision="tf32")
-        products = tl.dot(left - high, right, products, input_precision="tf32")
+        products = tl.dot(low, right, products, input_precision="tf32")
     return products
 
 
@@ -220,13 +227,6 @@ def _order_pairs(block, SUB: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return `[SUB, BLOCK_K]` of a tile with its columns in the order of `load_pairs`."""
     apart = tl.permute(tl.reshape(block, (SUB, 4, BLOCK_K // 16, 2, 2)), (0, 2, 4, 1, 3))
     return tl.reshape(apart, (SUB, BLOCK_K))
-
-
-@triton.jit
-def _split_bits(values):
-    """Return the bits of fp32 that TF32 has, and the rest."""
-    high = (values.to(tl.int32, bitcast=True) & TF32_BITS).to(tl.float32, bitcast=True)
-    return high, values - high
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from kernels.kda.test_kda_verify import (
     test_kda_of_short_rows_matches_the_reference,
     test_kda_of_short_rows_rounds_a_16_bit_state_once,
     test_kda_of_short_rows_survives_decays_that_overflow,
-    test_kda_of_short_rows_takes_a_state_of_several_parts,
+    test_kda_of_short_rows_takes_a_state_that_programs_share,
     test_kda_of_short_rows_takes_gates_and_keys_as_they_come,
     test_kda_replay_beside_tokens_leaves_what_committing_leaves,
     test_kda_row_at_once_does_not_depend_on_its_neighbours,
@@ -39,6 +39,9 @@ def test_a_verify_of_kda_is_as_exact_as_fp32(path: InterpretedPath, case: str) -
     batch.run(path)
     assert_close("state", batch.state, reference.state, torch.float32)
     assert_close("drafts", batch.drafts, reference.drafts, torch.float32)
+    # Without the rest of one side it is 1.4e-5, which that limit would let pass.
+    difference = (batch.drafts - reference.drafts).nan_to_num().norm()
+    assert difference < 2e-6 * reference.drafts.nan_to_num().norm()
 
 
 def test_kda_at_once_shifts_lines_and_writes_elsewhere(path: InterpretedPath) -> None:
