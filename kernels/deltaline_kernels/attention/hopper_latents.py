@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.output import finish, store_sums
-from deltaline_kernels.attention.plan import LATENT_DIM, LATENT_KEYS, LATENTS_BEHIND, Tile
+from deltaline_kernels.attention.plan import LATENT_DIM, LATENT_KEYS, LATENTS_BEHIND, Tile, count_at_once
 from deltaline_kernels.device.hopper import barrier, clear_rows, on_hopper
 from deltaline_kernels.device.sizes import pow2
 from deltaline_kernels.rows import Rows
@@ -381,7 +381,7 @@ def launch_latents(
         BLOCK_M=tile.columns,
         BLOCK_N=tile.keys,
         SPLIT=split or 1 << 30,
-        ROWS=pow2(rows.num_rows),
+        ROWS=max(count_at_once(rows.num_rows), pow2(rows.num_rows)),
         STAGES=tile.stages,
         OVERLAP=overlap,
         WARPS=tile.num_warps,

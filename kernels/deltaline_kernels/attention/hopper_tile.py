@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltaline_kernels.attention.inputs import Keys, Queries
-from deltaline_kernels.attention.plan import HOPPER
+from deltaline_kernels.attention.plan import FEW_ROWS, HOPPER
 from deltaline_kernels.device.hopper import barrier, clear_rows, on_hopper
 from deltaline_kernels.device.sizes import pow2
 from deltaline_kernels.rows import Rows
@@ -369,7 +369,7 @@ def launch_attend(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tens
         PAGE=keys.page_size,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        ROWS=pow2(rows.num_rows),
+        ROWS=max(FEW_ROWS, pow2(rows.num_rows)),
         STAGES=stages,
         WARPS=num_warps,
         num_warps=num_warps,

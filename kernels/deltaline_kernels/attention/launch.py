@@ -18,12 +18,12 @@ from deltaline_kernels.attention.hopper_tile import can_attend, launch_attend
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.kernel import attend_kernel
 from deltaline_kernels.attention.plan import (
-    MOST_ROWS,
     Tile,
     choose_group,
     choose_latent_tile,
     choose_parts,
     choose_tile,
+    count_at_once,
 )
 from deltaline_kernels.device.sizes import cdiv, pow2
 from deltaline_kernels.rows import Rows
@@ -87,7 +87,7 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
         "BLOCKS": None if blocks is None else blocks.sizes,
         "SPEC": queries.modifiers.spec,
         "SPLIT": split,
-        "ROWS": min(MOST_ROWS, pow2(rows.num_rows)),
+        "ROWS": count_at_once(rows.num_rows),
     }
     table = rows.control if blocks is None else blocks.table
     sinks, gate, lse = (q if tensor is None else tensor for tensor in (sinks, gate, lse))
@@ -157,7 +157,7 @@ def _launch_attend(
         BLOCK_D=max(16, pow2(heads.key_dim - heads.behind_latent)),
         BLOCK_DV=max(16, pow2(heads.value_dim)),
         BLOCK_BEHIND=max(16, pow2(heads.behind_latent)) if heads.behind_latent else 0,
-        MANY=rows.num_rows > MOST_ROWS,
+        MANY=rows.num_rows > constants["ROWS"],
         STAGES=tile.stages,
         OVERLAP=overlap,
         num_warps=tile.num_warps,

@@ -6,14 +6,15 @@ from deltaline_kernels.device.sizes import pow2
 
 # Columns of a tile: the least that a matrix instruction has, and the most whose outputs registers have room for.
 LEAST_COLUMNS, MOST_COLUMNS, MOST_SHORT_COLUMNS = 16, 64, 64
-# Rows whose items are counted at once.
-MOST_ROWS = 256
+# Rows that are looked at at once, where there are few, one for each thread of a warp, and where there are more. Kernels
+# are compiled for these, not for each number. Of a Hopper's long rows fewer than a warp has threads spill registers.
+FEW_ROWS, MOST_ROWS = 32, 256
 # Programs of a combine below which each takes few of the channels, and many splits at once: of one row with 128
 # splits, and of many rows with a few.
 FEW_COMBINES = 512
 FEW, MANY = (32, 128), (64, 32)
 # Of many queries over latents, whose outputs are wide and whose splits are few: fewer programs have less to look up.
-MANY_LATENTS = (256, 8)
+MANY_LATENTS = (512, 8)
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,11 @@ def choose_latent_tile(heads: AttentionHeads, group: int, num_rows: int, max_len
 
 def _choose_split(count: int, splits: tuple[tuple[int, int], ...]) -> int:
     return next((size for most, size in splits if count <= most), MOST_KEYS)
+
+
+def count_at_once(num_rows: int) -> int:
+    """Return how many rows a program looks at at once, of so many."""
+    return FEW_ROWS if num_rows <= FEW_ROWS else MOST_ROWS
 
 
 def choose_parts(value_dim: int, num_queries: int) -> tuple[int, int]:

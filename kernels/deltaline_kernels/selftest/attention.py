@@ -34,6 +34,21 @@ def attention_batches(num_heads: int, max_draft: int, device: torch.device | str
     return batches
 
 
+def short_attention_batches(max_draft: int, device: torch.device | str) -> dict[str, Rows]:
+    """Short rows of every number and length for which kernels of their own are compiled: splits are shorter for few."""
+    sizes = [(num_rows, length) for num_rows in (1, 2, 4, 8, 16, 32, 64, 128) for length in (1, max_draft)]
+    # A batch may have fewer tokens than a row may.
+    sizes += [(num_rows, min(length, max_draft)) for num_rows, length in ((1, 4), (1, 8), (2, 8))]
+    batches = {}
+    for num_rows, n in dict.fromkeys(sizes):
+        lengths, lines, zeros = [n] * num_rows, list(range(1, num_rows + 1)), [0] * num_rows
+        positions = [POSITIONS[-i % len(POSITIONS)] for i in range(2, num_rows + 2)]
+        batches[f"{num_rows} rows of {n}"] = Rows.build(
+            lengths, lines, lines, lengths, zeros, zeros, max_short=max_draft, device=device, position=positions
+        )
+    return batches
+
+
 def compare_attention(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compared]:
     """Yield the name of each family, what it computed and what its reference computed."""
     num_heads, num_kv_heads, head_dim = shapes.heads.num_value_heads, shapes.heads.num_key_heads, shapes.heads.key_dim

@@ -22,7 +22,12 @@ from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.moe import Router
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
-from deltaline_kernels.selftest.attention import attention_batches, compare_attention, compare_latents
+from deltaline_kernels.selftest.attention import (
+    attention_batches,
+    compare_attention,
+    compare_latents,
+    short_attention_batches,
+)
 from deltaline_kernels.selftest.block import compare_block
 from deltaline_kernels.selftest.fp8 import compare_fp8
 from deltaline_kernels.selftest.lora import compare_lora
@@ -239,6 +244,10 @@ def _mixer_parts(shapes: Shapes, device: torch.device | str) -> Iterator[Part]:
     for batch, rows in make(shapes.heads.num_value_heads, shapes.max_draft, device).items():
         yield partial(_compare_mixer, compare=compare, batch=batch, rows=rows, shapes=shapes)
     if shapes.is_paged:
+        if torch.device(device).type != "cpu":
+            for batch, rows in short_attention_batches(shapes.max_draft, device).items():
+                part = partial(_compare_mixer, compare=compare, batch=batch, rows=rows, shapes=shapes)
+                yield of_random(part)
         return
     rows = waypoint_batch(shapes.max_draft, device)
     yield of_random(partial(_compare_mixer, compare=compare, batch="prefill with waypoints", rows=rows, shapes=shapes))

@@ -100,7 +100,7 @@ def test_more_rows_than_are_counted_at_once(
 ) -> None:
     from deltaline_kernels.attention import launch
 
-    monkeypatch.setattr(launch, "MOST_ROWS", 2)
+    monkeypatch.setattr(launch, "count_at_once", lambda num_rows: 2)
     batch = make_batch(MIXED, path, max_short=3)
     checks.check(batch, path, *modifier_case("causal", batch.layer, 7))
 
@@ -167,7 +167,7 @@ def test_only_live_splits_are_items(
             own = {name: constants[name] for name in names} | {"HEADS": constants["HQ"] // constants["GROUP"]}
             _find_rows[(5,)](found, control, parameters, blocks, control.stride(0), 5, **own)
 
-    monkeypatch.setattr(launch, "MOST_ROWS", at_once)
+    monkeypatch.setattr(launch, "count_at_once", lambda num_rows: at_once)
     monkeypatch.setattr(launch, "attend_kernel", Nothing())
     monkeypatch.setattr(launch, "combine_kernel", Spy())
     # Splits of 64 keys, a window of 37. A row without live keys is an item too: it writes zeros.
