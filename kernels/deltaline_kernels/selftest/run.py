@@ -121,7 +121,8 @@ def run_selftest(
         norms_first: whether the norm of a Mamba2 layer is before the gate.
         raw_gates: whether the gated delta rule is given decays and strengths themselves, strengths of up to 2.
         lower_bound: of the log decays of KDA; None: they have none.
-        hidden: channels of the model's hidden states. streams: residual streams of them; 0: the model mixes none.
+        hidden: channels of the model's hidden states; 0: no norms of them are compared. streams: residual streams of
+            them; 0: the model mixes none.
         mlp_dim: channels of its MLPs between their products; 0: it has none. mlp_limit: of gates and what they
             multiply, of experts too; 0: none.
         router: how tokens of `hidden` channels choose among `num_experts` experts of `expert_dim` channels, the shared
@@ -156,7 +157,8 @@ def run_selftest(
     )
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
     parts = [*_mixer_parts(shapes, device), *_adapter_parts(shapes, device)]
-    parts.append(partial(compare_block, hidden=hidden, mlp_dim=mlp_dim, limit=mlp_limit, dtype=dtype))
+    if hidden:
+        parts.append(partial(compare_block, hidden=hidden, mlp_dim=mlp_dim, limit=mlp_limit, dtype=dtype))
     parts += [partial(compare_fp8, outputs=size[0], inputs=size[1], dtype=dtype) for size in fp8_sizes]
     if streams:
         parts.append(partial(compare_mhc, streams=streams, hidden=hidden, dtype=dtype))
@@ -191,7 +193,8 @@ def _compare(parts: Sequence[Part], limit: float, device: torch.device) -> list[
         torch.cuda.synchronize(device)  # for what parts were made with
         from triton.runtime import driver  # which is installed on Linux alone
 
-        driver.active.get_current_device()  # compiled when it is first asked for, and by each thread that does
+        with torch.cuda.device(device):  # of the caller's thread it may be another
+            driver.active.get_current_device()  # compiled when it is first asked for, and by each thread that does
     found = list[Check]()
     for kinds in KINDS:
         run = partial(_checks, kinds=kinds, limit=limit, device=device)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -14,13 +17,24 @@ from deltaline_server.layers.shapes import MixerShape, PagedShape
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.model import Model
 
+# The self-test's arguments for mixers alone.
+NOTHING_BESIDE: Mapping[str, Any] = {"hidden": 0}
+
 
 def self_test(model: Model, options: StateOptions) -> None:
     """Compare the kernels as a model's layers call them; on the CPU nothing, where PyTorch computes. Raises ModelError
-    as check_kernels."""
-    if model.device.type != "cpu":
-        for shape in dict.fromkeys(model.shapes):
-            check_kernels(model.device, model.dtype, shape, options, model.block_sizes)
+    as check_kernels.
+
+    Mixers are tested beside each other, since one kernel of each takes as long to compile as all others; what blocks
+    have beside mixers is so once.
+    """
+    shapes = list(dict.fromkeys(model.shapes))
+    if model.device.type == "cpu" or not shapes:
+        return
+    beside = [model.block_sizes, *[NOTHING_BESIDE] * (len(shapes) - 1)]
+    check = partial(check_kernels, model.device, model.dtype)
+    with ThreadPoolExecutor(len(shapes), "selftests") as threads:
+        list(threads.map(check, shapes, repeat(options), beside))
 
 
 def check_kernels(
