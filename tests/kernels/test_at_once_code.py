@@ -11,6 +11,7 @@ import torch
 from rigs.kernels.batches import Layer, Recurrent, Row, make_batch
 from rigs.kernels.compiled import compile_launches, on_meta
 from rigs.kernels.kda_batches import KdaLayer, make_kda_batch
+from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import Path
 from rigs.kernels.walks import ALIGNED
 
@@ -23,6 +24,7 @@ CPU = Path("cpu", torch.bfloat16)
 BATCHES: dict[str, Callable[[], Recurrent]] = {
     "gated_delta": lambda: make_batch(ROWS, CPU, Layer(H=16, HV=32, K=128, V=128, M=5), padding=ALIGNED),
     "kda": lambda: make_kda_batch(ROWS, CPU, KdaLayer(H=16, HV=32, K=128, V=128, M=5), padding=ALIGNED),
+    "mamba2": lambda: make_mamba_batch(ROWS, CPU, MambaLayer(H=32, G=2, S=128, P=64, M=5), padding=ALIGNED),
 }
 
 

@@ -46,11 +46,11 @@ def compare(tokens, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def compare_keys(keys, queries, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the products k.q of tokens with each other, fp32 `[TOKENS, TOKENS]`; `keys` are there twice."""
+def compare_queries(queries, keys, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the products q.k of tokens with each other, fp32 `[TOKENS, TOKENS]`; `queries` are there twice."""
     products = tl.zeros((2 * TOKENS, TOKENS), tl.float32)
     for j in tl.static_range(BLOCKS):
-        left, right = _reorder(keys[j], 2 * TOKENS, BLOCK_K), _reorder(queries[j], TOKENS, BLOCK_K)
+        left, right = _reorder(queries[j], 2 * TOKENS, BLOCK_K), _reorder(keys[j], TOKENS, BLOCK_K)
         products = tl.dot(left, tl.trans(right), products)
     once, _ = _split_rows(products, TOKENS)
     return once
@@ -153,31 +153,6 @@ def _split_bits(values):
     """Return the bits of fp32 that TF32 has, and the rest."""
     high = (values.to(tl.int32, bitcast=True) & TF32_BITS).to(tl.float32, bitcast=True)
     return high, values - high
-
-
-@triton.jit
-def multiply_exactly(
-    tile,
-    first: tl.constexpr,
-    tokens,
-    COUNT: tl.constexpr,
-    SUB: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Return the products of a part's rows, the tensors of `tile` from `first` on, and COUNT tokens, fp32.
-
-    `[SUB, COUNT]`. Exact to about 2^-20: tokens are exact in TF32, and a state is the sum of its high bits and of the
-    rest.
-    """
-    products = tl.zeros((SUB, COUNT), tl.float32)
-    for j in tl.static_range(BLOCKS):
-        right = tl.trans(_reorder(tokens[j], COUNT, BLOCK_K).to(tl.float32))
-        left = _reorder(tile[first + j], SUB, BLOCK_K)
-        high, low = _split_bits(left)
-        products = tl.dot(high, right, products, input_precision="tf32")
-        products = tl.dot(low, right, products, input_precision="tf32")
-    return products
 
 
 @triton.jit
