@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import fields
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ def test_products_of_short_rows_take_the_state_as_it_was_loaded(family: str, mon
     """No operand is copied for them, nothing goes to local memory, and outputs alone go through shared memory."""
     pytest.importorskip("triton", reason="triton is not installed")
     batch = BATCHES[family]()
-    moved = batch.replaced(**{field.name: on_meta(getattr(batch, field.name)) for field in fields(batch)})
+    moved = batch.replaced(**{name: on_meta(value) for name, value in vars(batch).items()})
     *before, kernel = compile_launches(monkeypatch, moved.run_public)
     assert "mma.sync" in kernel.asm["ptx"] and "wgmma" not in kernel.asm["ptx"]
     assert kernel.metadata.shared <= 512 and not any(other.metadata.shared for other in before)
