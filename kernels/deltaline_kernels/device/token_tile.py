@@ -2,10 +2,10 @@
 
 Keys k and queries q have the names of the gated delta rule; a Mamba2 layer calls k B and q C.
 
-Tiles and parts are those of tile.py, but that 4 threads share a row of the state, and that a part has the 16 rows of a
-matrix instruction. Such an instruction wants other threads to hold the values of a row. Its products may have the
-columns in any order, as long as it is the same one on both sides: `_reorder` picks the one in which nothing changes
-hands.
+Tiles and parts are those of state_tile.py, but that 4 threads share a row of the state, and that a part has the 16 rows
+of two matrix instructions. Such an instruction wants other threads to hold the values of a row. Its products may have
+the columns in any order, as long as it is the same one on both sides: `_reorder` picks one in which nothing changes
+hands, of tokens of 16 bits, and `_order_pairs` of fp32.
 """
 
 import triton
@@ -27,32 +27,32 @@ def _reorder(block, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _halves(pair, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the left and the right half of `[ROWS, 2 * COLUMNS]`."""
-    return tl.split(tl.permute(tl.reshape(pair, (ROWS, 2, COLUMNS)), (0, 2, 1)))
+def _split_rows(products, COLUMNS: tl.constexpr):
+    """Return the upper and the lower half of `[2 * TOKENS, COLUMNS]`."""
+    return tl.split(tl.permute(tl.reshape(products, (2, TOKENS, COLUMNS)), (1, 2, 0)))
 
 
 @triton.jit
 def compare(tokens, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the products k.k, k.q and q.q of tokens with each other, fp32 `[TOKENS, TOKENS]` each."""
+    """Return the products k.k, q.k and q.q of tokens with each other, fp32 `[TOKENS, TOKENS]` each."""
     gram = tl.zeros((2 * TOKENS, 2 * TOKENS), tl.float32)
     for j in tl.static_range(BLOCKS):
         both = _reorder(tokens[j], 2 * TOKENS, BLOCK_K)
         gram = tl.dot(both, tl.trans(both), gram)
-    left, right = _halves(gram, 2 * TOKENS, TOKENS)
-    kk, _ = tl.split(tl.permute(tl.reshape(left, (2, TOKENS, TOKENS)), (1, 2, 0)))
-    kq, qq = tl.split(tl.permute(tl.reshape(right, (2, TOKENS, TOKENS)), (1, 2, 0)))
-    return kk, kq, qq
+    left, right = tl.split(tl.permute(tl.reshape(gram, (2 * TOKENS, 2, TOKENS)), (0, 2, 1)))
+    kk, qk = _split_rows(left, TOKENS)
+    _, qq = _split_rows(right, TOKENS)
+    return kk, qk, qq
 
 
 @triton.jit
-def compare_keys(keys, queries, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the products k.q of tokens with each other, fp32 `[TOKENS, TOKENS]`; `keys` are there twice."""
+def compare_queries(queries, keys, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the products q.k of tokens with each other, fp32 `[TOKENS, TOKENS]`; `queries` are there twice."""
     products = tl.zeros((2 * TOKENS, TOKENS), tl.float32)
     for j in tl.static_range(BLOCKS):
-        left, right = _reorder(keys[j], 2 * TOKENS, BLOCK_K), _reorder(queries[j], TOKENS, BLOCK_K)
+        left, right = _reorder(queries[j], 2 * TOKENS, BLOCK_K), _reorder(keys[j], TOKENS, BLOCK_K)
         products = tl.dot(left, tl.trans(right), products)
-    once, _ = tl.split(tl.permute(tl.reshape(products, (2, TOKENS, TOKENS)), (1, 2, 0)))
+    once, _ = _split_rows(products, TOKENS)
     return once
 
 
@@ -156,37 +156,6 @@ def _split_bits(values):
 
 
 @triton.jit
-def multiply_exactly(
-    tile,
-    first: tl.constexpr,
-    tokens,
-    COUNT: tl.constexpr,
-    SUB: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Return the products of a part's rows, the tensors of `tile` from `first` on, and COUNT tokens, fp32.
-
-    `[SUB, COUNT]`. Exact to about 2^-20: tokens are exact in TF32, and a state is the sum of its high bits and of the
-    rest.
-    """
-    products = tl.zeros((SUB, COUNT), tl.float32)
-    for j in tl.static_range(BLOCKS):
-        right = tl.trans(_reorder(tokens[j], COUNT, BLOCK_K).to(tl.float32))
-        left = _reorder(tile[first + j], SUB, BLOCK_K)
-        high, low = _split_bits(left)
-        products = tl.dot(high, right, products, input_precision="tf32")
-        products = tl.dot(low, right, products, input_precision="tf32")
-    return products
-
-
-@triton.jit
-def multiply_tokens(tile, first: tl.constexpr, tokens, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the products of a part's rows and keys, and of these rows and queries, both `[SUB, TOKENS]`."""
-    return _halves(multiply_exactly(tile, first, tokens, 2 * TOKENS, SUB, BLOCK_K, BLOCKS), SUB, TOKENS)
-
-
-@triton.jit
 def store_pairs(pointer, key, query, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Write a token's key and query `[K]` to 2 K values at `pointer`, as `load_pairs` takes them.
 
@@ -230,26 +199,79 @@ def _order_pairs(block, SUB: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def multiply_pairs(tile, pairs, PARTS: tl.constexpr, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
+def order_tokens(tokens, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return tokens of 16 bits that `load_tokens` loaded as operands like those of `load_pairs`."""
+    pairs = ()
+    for j in tl.static_range(BLOCKS):
+        pairs = pairs + (_order_pairs(tokens[j], 2 * TOKENS, BLOCK_K).to(tl.float32),)
+    return pairs
+
+
+@triton.jit
+def multiply_pairs(
+    tile,
+    pairs,
+    PARTS: tl.constexpr,
+    SUB: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EXACT: tl.constexpr = False,
+):
     """Return the products of the keys and every part's rows, then those of the queries, tuples of `[TOKENS, SUB]`.
 
-    Exact to about 2^-20: both sides are sums, whose rests don't meet. The state is the right operand, of which a thread
-    gives an instruction two neighbours of a row, as they came: for a left one it would have to gather four of two rows.
+    Exact to about 2^-20: both sides are sums, whose rests don't meet; EXACT: keys and queries were of 16 bits, and have
+    none. The state is the right operand, of which a thread gives an instruction two neighbours of a row, as they came:
+    for a left one it would have to gather four of two rows.
     """
     products = ()
     for _ in tl.static_range(PARTS):
         products = products + (tl.zeros((2 * TOKENS, SUB), tl.float32),)
     for j in tl.static_range(BLOCKS):
         left_high, left_low = _split_bits(pairs[j])
+        if EXACT:
+            left_high = pairs[j]
         more = ()
         for r in tl.static_range(PARTS):
             right_high, right_low = _split_bits(tl.trans(_order_pairs(tile[r * BLOCKS + j], SUB, BLOCK_K)))
             total = tl.dot(left_high, right_high, products[r], input_precision="tf32")
-            total = tl.dot(left_low, right_high, total, input_precision="tf32")
+            if not EXACT:
+                total = tl.dot(left_low, right_high, total, input_precision="tf32")
             more = more + (tl.dot(left_high, right_low, total, input_precision="tf32"),)
         products = more
     of_keys, of_queries = (), ()
     for r in tl.static_range(PARTS):
-        upper, lower = tl.split(tl.permute(tl.reshape(products[r], (2, TOKENS, SUB)), (1, 2, 0)))
+        upper, lower = _split_rows(products[r], SUB)
         of_keys, of_queries = of_keys + (upper,), of_queries + (lower,)
     return of_keys, of_queries
+
+
+@triton.jit
+def take_token(values, t, COLUMNS: tl.constexpr):
+    """Return row t of `[TOKENS, COLUMNS]`, as `[1, COLUMNS]`; what is not finite in the others does not reach it."""
+    return tl.gather(values, tl.zeros((1, COLUMNS), tl.int32) + t, 0)
+
+
+@triton.jit
+def take_weights(square, t):
+    """Return column t of `[TOKENS, TOKENS]`, as `[TOKENS, 1]`: what token t is to each token."""
+    return tl.sum(tl.where(tl.arange(0, TOKENS)[None, :] == t, square, 0.0), axis=1, keep_dims=True)
+
+
+@triton.jit
+def add_tokens(updates, outputs, to_updates, to_outputs, n, PARTS: tl.constexpr, SUB: tl.constexpr):
+    """Return `updates` and `outputs`, `[TOKENS, SUB]` of each part, with what n tokens add to those from them on.
+
+    Token j adds its update times [t, j] of `to_updates` and `to_outputs` to row t: one after the other, since row j is
+    its update as soon as what the tokens before it add is in it.
+    """
+    o_t = tl.arange(0, TOKENS)[:, None]
+    for t in range(0, n):
+        add_u, add_o = take_weights(to_updates, t), take_weights(to_outputs, t)
+        new_updates, new_outputs = (), ()
+        for r in tl.static_range(PARTS):
+            u = take_token(updates[r], t, SUB)
+            # Not a sum with zeros: of a token that is not finite the tokens before it know nothing.
+            new_updates = new_updates + (tl.where(o_t > t, updates[r] + u * add_u, updates[r]),)
+            new_outputs = new_outputs + (tl.where(o_t >= t, outputs[r] + u * add_o, outputs[r]),)
+        updates, outputs = new_updates, new_outputs
+    return updates, outputs

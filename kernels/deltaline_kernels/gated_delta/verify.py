@@ -22,12 +22,14 @@ from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.state_tile import below, load_tile, scale, store_tile, to_fp32
 from deltaline_kernels.device.token_tile import (
     TOKENS,
+    add_tokens,
     compare,
     fold_at_once,
     load_keys,
     load_records,
     load_tokens,
-    multiply_tokens,
+    multiply_pairs,
+    order_tokens,
     remain,
 )
 from deltaline_kernels.rows import Rows, StateLines
@@ -38,7 +40,7 @@ ROW_THREADS, LOAD_BYTES = 4, 16
 SUB = 16
 # Parts of the state per program, registers, and records that are loaded at once, for few and for many programs. Each is
 # one warp: several would exchange operands. Measurements: docs/log.md.
-FEW, MANY = (1, 168, 3), (2, 255, 3)
+FEW, MANY = (1, 168, 2), (2, 255, 2)
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -90,7 +92,7 @@ def _verify(
     # Of a skipped row nothing is read; what is computed from nothing is zero.
     n = tl.where((read == -1) & (write == -1), 0, length)
 
-    o_v = i_v * BLOCK_V + tl.arange(0, SUB)[:, None]
+    o_v = i_v * BLOCK_V + tl.arange(0, SUB)
     p_q = q + begin * q_stride + i_h * K
     p_k = k + begin * k_stride + i_h * K
     keys = load_tokens(p_k, p_q, n, k_stride, q_stride, K, BLOCK_K)
@@ -99,9 +101,9 @@ def _verify(
     o_column = o_t[None, :]
     values = ()
     for r in tl.static_range(PARTS):
-        p_value = v + begin * v_stride + i_hv * V + o_v + r * SUB + o_column * v_stride
-        inside = (o_column < n) & below(o_v + r * SUB, V, BLOCK_V)
-        values = values + (tl.load(p_value, mask=inside, other=0.0),)
+        o_r = (o_v + r * SUB)[None, :]
+        inside = (o_row < n) & below(o_r, V, BLOCK_V)
+        values = values + (tl.load(v + (begin + o_row) * v_stride + i_hv * V + o_r, mask=inside, other=0.0),)
     b_a = tl.load(a + (begin + o_t) * a_stride + i_hv, mask=o_t < n, other=0.0)
     b_b = tl.load(b + (begin + o_t) * b_stride + i_hv, mask=o_t < n, other=0.0)
     b_rate, b_bias = 0.0, 0.0
@@ -110,7 +112,7 @@ def _verify(
         b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
 
     p_state = find_state(lines, read - LINE_SHIFT, i_hv, V * K)
-    raw = load_tile(p_state, read > 0, o_v, V, K, PARTS, SUB, BLOCK_K)
+    raw = load_tile(p_state, read > 0, o_v[:, None], V, K, PARTS, SUB, BLOCK_K)
     p_old = find_drafts(lines, read - LINE_SHIFT, half)
     # A branch, so that all of that is on its way: the assembler would begin to load the state once tokens have come.
     g = tl.zeros((TOKENS,), tl.float32)
@@ -118,63 +120,60 @@ def _verify(
     to_updates = tl.zeros((TOKENS, TOKENS), tl.float32)
     to_outputs = to_updates
     if n > 0:
-        # What the row's tokens are to each other: rows are earlier tokens, columns later ones.
-        kk, kq, qq = compare(keys, BLOCK_K, BLOCKS)
+        # What the row's tokens are to each other: rows are later tokens, columns earlier ones.
+        kk, qk, qq = compare(keys, BLOCK_K, BLOCKS)
         g, beta = read_gates(b_a, b_b, b_rate, b_bias, RAW)
         g = tl.where(o_t < n, g, 0.0)
         factor_k += 1.0
         factor_q = query_scale + total_q
         if NORM:
             same = o_row == o_column
-            factor_k = tl.rsqrt(tl.sum(tl.where(same, kk, 0.0), axis=0) + eps)
-            factor_q = query_scale * tl.rsqrt(tl.sum(tl.where(same, qq, 0.0), axis=0) + eps)
-        later = o_column > o_row
+            factor_k = tl.rsqrt(tl.sum(tl.where(same, kk, 0.0), axis=1) + eps)
+            factor_q = query_scale * tl.rsqrt(tl.sum(tl.where(same, qq, 0.0), axis=1) + eps)
+        later = o_row > o_column
         # Added up gate by gate: a difference of prefix sums would cancel behind a strong gate.
-        decay = tl.exp(tl.cumsum(tl.where(later, g[None, :], 0.0), axis=1)) * factor_k[:, None]
-        to_updates = tl.where(later, kk * decay * (-beta * factor_k)[None, :], 0.0)
-        to_outputs = tl.where(o_column >= o_row, kq * decay * factor_q[None, :], 0.0)
+        decay = tl.exp(tl.cumsum(tl.where(later, g[:, None], 0.0), axis=0)) * factor_k[None, :]
+        to_updates = tl.where(later, kk * decay * (-beta * factor_k)[:, None], 0.0)
+        to_outputs = tl.where(o_row >= o_column, qk * decay * factor_q[:, None], 0.0)
         total = tl.exp(tl.cumsum(g, axis=0))
         total_k, total_q = total * factor_k, total * factor_q
 
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
+        # Asked for before the state is waited for.
+        more = load_records(p_old, 0, replayed, i_h, i_hv, o_v[:, None], H, HV, K, V, PARTS, SUB, BLOCK_K, AT_ONCE)
         kept, left = remain(tl.load(p_old + o_t * RECORD + GATES + i_hv, mask=o_t < replayed, other=0.0))
         tile = scale(tile, kept, PARTS * BLOCKS)
         for first in range(0, replayed, AT_ONCE):
-            more = load_records(p_old, first, replayed, i_h, i_hv, o_v, H, HV, K, V, PARTS, SUB, BLOCK_K, AT_ONCE)
+            if first > 0:
+                more = load_records(
+                    p_old, first, replayed, i_h, i_hv, o_v[:, None], H, HV, K, V, PARTS, SUB, BLOCK_K, AT_ONCE
+                )
             tile = fold_at_once(tile, left, first, replayed, more[0], more[1], PARTS, BLOCKS, AT_ONCE)
     p_new = find_written(lines, write - LINE_SHIFT, i_hv, V * K, APART)
     if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
-        store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
+        store_tile(p_new, tile, o_v[:, None], V, K, PARTS, SUB, BLOCK_K)
 
     # Once more: to keep them takes registers that the state needs.
     keys = load_tokens(p_k, p_q, n, k_stride, q_stride, K, BLOCK_K)
-    # Column t is u_t as soon as what the tokens before it add is in it.
+    pairs = order_tokens(keys, BLOCK_K, BLOCKS)
+    seen_k, seen_q = multiply_pairs(tile, pairs, PARTS, SUB, BLOCK_K, BLOCKS, EXACT=True)
+    # Row t is u_t as soon as what the tokens before it add is in it.
     updates, outputs = (), ()
     for r in tl.static_range(PARTS):
-        seen_k, seen_q = multiply_tokens(tile, r * BLOCKS, keys, SUB, BLOCK_K, BLOCKS)
-        updates = updates + (beta[None, :] * (values[r].to(tl.float32) - total_k[None, :] * seen_k),)
-        outputs = outputs + (total_q[None, :] * seen_q,)
-    for t in range(0, n):
-        row_u = tl.sum(tl.where(o_row == t, to_updates, 0.0), axis=0, keep_dims=True)
-        row_o = tl.sum(tl.where(o_row == t, to_outputs, 0.0), axis=0, keep_dims=True)
-        new_updates, new_outputs = (), ()
-        for r in tl.static_range(PARTS):
-            u = tl.sum(tl.where(o_column == t, updates[r], 0.0), axis=1, keep_dims=True)
-            # Not a sum with zeros: of a token that is not finite the tokens before it know nothing.
-            new_updates = new_updates + (tl.where(o_column > t, updates[r] + u * row_u, updates[r]),)
-            new_outputs = new_outputs + (tl.where(o_column >= t, outputs[r] + u * row_o, outputs[r]),)
-        updates, outputs = new_updates, new_outputs
+        updates = updates + (beta[:, None] * (values[r].to(tl.float32) - total_k[:, None] * seen_k[r]),)
+        outputs = outputs + (total_q[:, None] * seen_q[r],)
+    updates, outputs = add_tokens(updates, outputs, to_updates, to_outputs, n, PARTS, SUB)
 
     records = (write > 0) & (committed == 0)
     p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half)
     for r in tl.static_range(PARTS):
-        o_r = o_v + r * SUB
+        o_r = (o_v + r * SUB)[None, :]
         inside = below(o_r, V, BLOCK_V)
-        p_o = o + ((begin + o_column) * HV + i_hv) * V + o_r
-        tl.store(p_o, outputs[r].to(o.dtype.element_ty), mask=inside & (o_column < length))
-        p_update = p_draft + o_column * RECORD + H * K + i_hv * V + o_r
-        tl.store(p_update, updates[r], mask=inside & (o_column < n) & records)
+        p_o = o + ((begin + o_row) * HV + i_hv) * V + o_r
+        tl.store(p_o, outputs[r].to(o.dtype.element_ty), mask=inside & (o_row < length))
+        p_update = p_draft + o_row * RECORD + H * K + i_hv * V + o_r
+        tl.store(p_update, updates[r], mask=inside & (o_row < n) & records)
     # k is shared by the programs of a key head: one of them records it. The gates are shared by the blocks of V.
     if records & (i_v == 0):
         tl.store(p_draft + o_t * RECORD + GATES + i_hv, g, mask=o_t < n)
@@ -192,11 +191,11 @@ def _verify(
         for t in range(0, n):
             columns = ()
             for r in tl.static_range(PARTS):
-                columns = columns + (tl.sum(tl.where(o_column == t, updates[r], 0.0), axis=1, keep_dims=True),)
+                columns = columns + (tl.sum(tl.where(o_row == t, updates[r], 0.0), axis=0)[:, None],)
             factor = tl.sum(tl.where(o_t == t, factor_k, 0.0))
             key = to_fp32(load_keys(p_k + t * k_stride, True, K, BLOCK_K), BLOCKS)
             tile = fold_at_once(tile, left, t, n, (columns,), (scale(key, factor, BLOCKS),), PARTS, BLOCKS, 1)
-        store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
+        store_tile(p_new, tile, o_v[:, None], V, K, PARTS, SUB, BLOCK_K)
 
 
 def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:

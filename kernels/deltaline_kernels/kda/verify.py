@@ -32,7 +32,7 @@ from deltaline_kernels.device.state_tile import (
     store_tile,
     to_fp32,
 )
-from deltaline_kernels.device.token_tile import TOKENS, load_keys, load_pairs, multiply_pairs
+from deltaline_kernels.device.token_tile import TOKENS, add_tokens, load_keys, load_pairs, multiply_pairs
 from deltaline_kernels.kda.tokens import BETWEEN, OLD, OWN, SQUARE, count_room, prepare_tokens
 from deltaline_kernels.rows import Rows, StateLines
 
@@ -122,16 +122,7 @@ def _verify_keyed(
     updates = ()
     for r in tl.static_range(PARTS):
         updates = updates + (beta * (values[r].to(tl.float32) - seen[r]),)
-    for t in range(0, n):
-        add_u = tl.sum(tl.where(o_earlier == t, to_updates, 0.0), axis=1, keep_dims=True)
-        add_o = tl.sum(tl.where(o_earlier == t, to_outputs, 0.0), axis=1, keep_dims=True)
-        new_updates, new_outputs = (), ()
-        for r in tl.static_range(PARTS):
-            u = tl.sum(tl.where(o_t == t, updates[r], 0.0), axis=0, keep_dims=True)
-            # Not a sum with zeros: of a token that is not finite the tokens before it know nothing.
-            new_updates = new_updates + (tl.where(o_t > t, updates[r] + u * add_u, updates[r]),)
-            new_outputs = new_outputs + (tl.where(o_t >= t, outputs[r] + u * add_o, outputs[r]),)
-        updates, outputs = new_updates, new_outputs
+    updates, outputs = add_tokens(updates, outputs, to_updates, to_outputs, n, PARTS, SUB)
 
     p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half) + H * K + i_hv * V
     for r in tl.static_range(PARTS):

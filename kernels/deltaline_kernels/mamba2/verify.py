@@ -22,13 +22,16 @@ from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.state_tile import below, load_tile, scale, store_tile, to_fp32
 from deltaline_kernels.device.token_tile import (
     TOKENS,
-    compare_keys,
+    compare_queries,
     fold_at_once,
     load_keys,
     load_records,
     load_rows,
-    multiply_exactly,
+    multiply_pairs,
+    order_tokens,
     remain,
+    take_token,
+    take_weights,
 )
 from deltaline_kernels.mamba2.gates import read_rate, time_step
 from deltaline_kernels.mamba2.inputs import MambaInputs
@@ -85,19 +88,19 @@ def _verify(
     # Of a skipped row nothing is read; what is computed from nothing is zero.
     n = tl.where((read == -1) & (write == -1), 0, length)
 
-    o_p = i_block * BLOCK_P + tl.arange(0, SUB)[:, None]
+    o_p = i_block * BLOCK_P + tl.arange(0, SUB)
     p_token = xBC + begin * token_stride
     p_b = p_token + H * P + i_group * S
     p_c = p_b + G * S
-    b, c = load_rows(p_b, n, token_stride, 2 * TOKENS, S, BLOCK_S), load_rows(p_c, n, token_stride, TOKENS, S, BLOCK_S)
+    c, b = load_rows(p_c, n, token_stride, 2 * TOKENS, S, BLOCK_S), load_rows(p_b, n, token_stride, TOKENS, S, BLOCK_S)
     o_t = tl.arange(0, TOKENS)
     o_row = o_t[:, None]
     o_column = o_t[None, :]
     values = ()
     for r in tl.static_range(PARTS):
-        p_value = p_token + i_head * P + o_p + r * SUB + o_column * token_stride
-        inside = (o_column < n) & below(o_p + r * SUB, P, BLOCK_P)
-        values = values + (tl.load(p_value, mask=inside, other=0.0),)
+        o_r = (o_p + r * SUB)[None, :]
+        inside = (o_row < n) & below(o_r, P, BLOCK_P)
+        values = values + (tl.load(p_token + i_head * P + o_row * token_stride + o_r, mask=inside, other=0.0),)
     b_dt = tl.load(dt + (begin + o_t) * dt_stride + i_head, mask=o_t < n, other=0.0)
     b_rate = read_rate(tl.load(rate + i_head), LOG_RATE)
     b_bias, b_skip = 0.0, 0.0
@@ -107,59 +110,64 @@ def _verify(
         b_skip = tl.load(D + i_head).to(tl.float32)
 
     p_state = find_state(lines, read - LINE_SHIFT, i_head, P * S)
-    raw = load_tile(p_state, read > 0, o_p, P, S, PARTS, SUB, BLOCK_S)
+    raw = load_tile(p_state, read > 0, o_p[:, None], P, S, PARTS, SUB, BLOCK_S)
     p_old = find_drafts(lines, read - LINE_SHIFT, half)
     # A branch, so that all of that is on its way: the assembler would begin to load the state once tokens have come.
     g = tl.zeros((TOKENS,), tl.float32)
     step, total = g, g
     to_outputs = tl.zeros((TOKENS, TOKENS), tl.float32)
     if n > 0:
-        # What the row's tokens are to each other: rows are earlier tokens, columns later ones.
-        scores = compare_keys(b, c, BLOCK_S, BLOCKS)
+        # What the row's tokens are to each other: rows are later tokens, columns earlier ones.
+        scores = compare_queries(c, b, BLOCK_S, BLOCKS)
         step = tl.where(o_t < n, time_step(b_dt, b_bias, dt_least, dt_greatest, SOFTPLUS), 0.0)
         g = step * b_rate
         # Added up gate by gate: a difference of prefix sums would cancel behind a strong gate.
-        decay = tl.exp(tl.cumsum(tl.where(o_column > o_row, g[None, :], 0.0), axis=1))
-        to_outputs = tl.where(o_column >= o_row, scores * decay, 0.0)
+        decay = tl.exp(tl.cumsum(tl.where(o_row > o_column, g[:, None], 0.0), axis=0))
+        to_outputs = tl.where(o_row >= o_column, scores * decay, 0.0)
         total = tl.exp(tl.cumsum(g, axis=0))
 
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
+        # Asked for before the state is waited for.
+        more = load_records(p_old, 0, replayed, i_group, i_head, o_p[:, None], G, H, S, P, PARTS, SUB, BLOCK_S, AT_ONCE)
         kept, left = remain(tl.load(p_old + o_t * RECORD + GATES + i_head, mask=o_t < replayed, other=0.0))
         tile = scale(tile, kept, PARTS * BLOCKS)
         for first in range(0, replayed, AT_ONCE):
-            more = load_records(p_old, first, replayed, i_group, i_head, o_p, G, H, S, P, PARTS, SUB, BLOCK_S, AT_ONCE)
+            if first > 0:
+                more = load_records(
+                    p_old, first, replayed, i_group, i_head, o_p[:, None], G, H, S, P, PARTS, SUB, BLOCK_S, AT_ONCE
+                )
             tile = fold_at_once(tile, left, first, replayed, more[0], more[1], PARTS, BLOCKS, AT_ONCE)
     p_new = find_written(lines, write - LINE_SHIFT, i_head, P * S, APART)
     if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
-        store_tile(p_new, tile, o_p, P, S, PARTS, SUB, BLOCK_S)
+        store_tile(p_new, tile, o_p[:, None], P, S, PARTS, SUB, BLOCK_S)
 
     # Once more: to keep them takes registers that the state needs.
-    c = load_rows(p_c, n, token_stride, TOKENS, S, BLOCK_S)
+    c = load_rows(p_c, n, token_stride, 2 * TOKENS, S, BLOCK_S)
+    seen, _ = multiply_pairs(tile, order_tokens(c, BLOCK_S, BLOCKS), PARTS, SUB, BLOCK_S, BLOCKS, EXACT=True)
     updates, outputs = (), ()
     for r in tl.static_range(PARTS):
         value = values[r].to(tl.float32)
-        updates = updates + (step[None, :] * value,)
-        seen = multiply_exactly(tile, r * BLOCKS, c, TOKENS, SUB, BLOCK_S, BLOCKS)
-        outputs = outputs + (total[None, :] * seen + b_skip * value,)
+        updates = updates + (step[:, None] * value,)
+        outputs = outputs + (total[:, None] * seen[r] + b_skip * value,)
     for t in range(0, n):
-        weights = tl.sum(tl.where(o_row == t, to_outputs, 0.0), axis=0, keep_dims=True)
+        weights = take_weights(to_outputs, t)
         new_outputs = ()
         for r in tl.static_range(PARTS):
-            u = tl.sum(tl.where(o_column == t, updates[r], 0.0), axis=1, keep_dims=True)
+            u = take_token(updates[r], t, SUB)
             # Not a sum with zeros: of a token that is not finite the tokens before it know nothing.
-            new_outputs = new_outputs + (tl.where(o_column >= t, outputs[r] + u * weights, outputs[r]),)
+            new_outputs = new_outputs + (tl.where(o_row >= t, outputs[r] + u * weights, outputs[r]),)
         outputs = new_outputs
 
     records = (write > 0) & (committed == 0)
     p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half)
     for r in tl.static_range(PARTS):
-        o_r = o_p + r * SUB
+        o_r = (o_p + r * SUB)[None, :]
         inside = below(o_r, P, BLOCK_P)
-        p_y = y + ((begin + o_column) * H + i_head) * P + o_r
-        tl.store(p_y, outputs[r].to(y.dtype.element_ty), mask=inside & (o_column < length))
-        p_update = p_draft + o_column * RECORD + G * S + i_head * P + o_r
-        tl.store(p_update, updates[r], mask=inside & (o_column < n) & records)
+        p_y = y + ((begin + o_row) * H + i_head) * P + o_r
+        tl.store(p_y, outputs[r].to(y.dtype.element_ty), mask=inside & (o_row < length))
+        p_update = p_draft + o_row * RECORD + G * S + i_head * P + o_r
+        tl.store(p_update, updates[r], mask=inside & (o_row < n) & records)
     # B is shared by the programs of a group: one of them records it. The gates are shared by the blocks of P.
     if records & (i_block == 0):
         tl.store(p_draft + o_t * RECORD + GATES + i_head, g, mask=o_t < n)
@@ -175,10 +183,10 @@ def _verify(
         for t in range(0, n):
             columns = ()
             for r in tl.static_range(PARTS):
-                columns = columns + (tl.sum(tl.where(o_column == t, updates[r], 0.0), axis=1, keep_dims=True),)
+                columns = columns + (tl.sum(tl.where(o_row == t, updates[r], 0.0), axis=0)[:, None],)
             key = to_fp32(load_keys(p_b + t * token_stride, True, S, BLOCK_S), BLOCKS)
             tile = fold_at_once(tile, left, t, n, (columns,), (key,), PARTS, BLOCKS, 1)
-        store_tile(p_new, tile, o_p, P, S, PARTS, SUB, BLOCK_S)
+        store_tile(p_new, tile, o_p[:, None], P, S, PARTS, SUB, BLOCK_S)
 
 
 def can_verify(inputs: MambaInputs, lines: StateLines, rows: Rows) -> bool:

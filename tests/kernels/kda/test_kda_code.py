@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none"
 )
 LAYER = KdaLayer(H=1, HV=1, K=128, V=128)
-LAYER_OF_DRAFTS = KdaLayer(H=1, HV=1, K=128, V=128, M=5)
 # Registers that an instruction writes, by the width that its name says.
 WIDTHS = {".64": 2, ".128": 4}
 WRITES = re.compile(r"^(?:@!?U?P\w+ )?([A-Z]\S*) (?:U?P\w+, )*R(\d+)\b")
@@ -58,17 +57,6 @@ def test_other_products_of_chunks_are_synchronous(monkeypatch: pytest.MonkeyPatc
     assert [kernel.metadata.name for kernel in kernels] == ["_recurrent", "_transform", "_invert", "_advance"]
     for kernel in kernels[1:]:
         assert "mma.sync" in kernel.asm["ptx"] and "wgmma" not in kernel.asm["ptx"]
-
-
-def test_short_rows_at_once_exchange_no_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is multiplied lies where synchronous products want it: nothing of it goes through shared memory."""
-    rows = [Row(5, verify=True, replayed=3)]
-    batch = make_kda_batch(rows, Path("cpu", torch.bfloat16), LAYER_OF_DRAFTS, padding=ALIGNED)
-    moved = batch.replaced(**{field.name: on_meta(getattr(batch, field.name)) for field in fields(batch)})
-    prepare, kernel = compile_launches(monkeypatch, moved.run_public)
-    assert [prepare.metadata.name, kernel.metadata.name] == ["_prepare", "_verify_keyed"]
-    assert "mma.sync" in kernel.asm["ptx"] and "wgmma" not in kernel.asm["ptx"]
-    assert prepare.metadata.shared == kernel.metadata.shared == 0
 
 
 def test_operands_of_pairs_are_in_shared_memory() -> None:

@@ -1,0 +1,44 @@
+"""The code that short rows, computed at once, become on a Hopper GPU, for which their kernels are compiled here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from rigs.kernels.batches import Layer, Recurrent, Row, make_batch
+from rigs.kernels.compiled import compile_launches, on_meta
+from rigs.kernels.kda_batches import KdaLayer, make_kda_batch
+from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
+from rigs.kernels.paths import Path
+from rigs.kernels.walks import ALIGNED
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none"
+)
+ROWS = [Row(5, verify=True, replayed=3)] * 8
+CPU = Path("cpu", torch.bfloat16)
+# With as many heads as have programs of several parts of the state, where a family has such.
+BATCHES: dict[str, Callable[[], Recurrent]] = {
+    "gated_delta": lambda: make_batch(ROWS, CPU, Layer(H=16, HV=32, K=128, V=128, M=5), padding=ALIGNED),
+    "kda": lambda: make_kda_batch(ROWS, CPU, KdaLayer(H=16, HV=32, K=128, V=128, M=5), padding=ALIGNED),
+    "mamba2": lambda: make_mamba_batch(ROWS, CPU, MambaLayer(H=32, G=2, S=128, P=64, M=5), padding=ALIGNED),
+}
+
+
+@pytest.mark.parametrize("family", BATCHES)
+def test_products_of_short_rows_take_the_state_as_it_was_loaded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operand is copied for them, nothing goes to local memory, and outputs alone go through shared memory."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    batch = BATCHES[family]()
+    moved = batch.replaced(**{name: on_meta(value) for name, value in vars(batch).items()})
+    *before, kernel = compile_launches(monkeypatch, moved.run_public)
+    assert "mma.sync" in kernel.asm["ptx"] and "wgmma" not in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= 512 and not any(other.metadata.shared for other in before)
+    names = [line.split("\t")[-1].split()[0] for line in kernel.asm["sass"].splitlines() if line.strip()]
+    assert not {"LDL", "STL"} & {name.split(".")[0] for name in names}
+    products = [i for i, name in enumerate(names) if name == "HMMA.1688.F32.TF32"]
+    between = names[products[0] : products[-1]]
+    copies = sum(name == "MOV" or name.startswith("IMAD.MOV") for name in between)
+    assert len(products) >= 64 and copies < len(products) / 8
