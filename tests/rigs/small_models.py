@@ -189,6 +189,7 @@ GLM5_NEXT = {key: value for key, value in KIMI.items() if key not in ("num_exper
     "qk_rope_head_dim": 0,
     "max_position_embeddings": 1000,
     "index_topk": 1000,
+    "index_kpool": 8,
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "hc_mult": 2,

@@ -5,6 +5,7 @@ Names and shapes are checked against the config; one rank's share is packed for 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -309,18 +310,19 @@ def _check_tensors(
 ) -> tuple[str, dict[int, list[str]]]:
     """Return the prefix of the layers' tensors, and the names of each layer's. Raises ModelError on the first tensor
     that is not as expected."""
-    found: dict[str, set[str]] = {}
+    found: dict[str, defaultdict[str, set[str]]] = {}  # by prefix and number of a layer
     for name in source.names:
         prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
         if prefix is not None:
-            found.setdefault(prefix, set()).add(name.removeprefix(prefix))
+            number, dot, own = name.removeprefix(prefix).partition(".")
+            found.setdefault(prefix, defaultdict(set))[number + dot].add(own)
     if len(found) != 1:
         raise ModelError(f"layers: expected tensors named {' or '.join(PREFIXES)}N, got {sorted(found) or 'none'}")
-    [(prefix, names)] = found.items()
+    [(prefix, of_layer)] = found.items()
     of_kind = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
     stored, found_names = config.family.blocks.experts, dict[int, list[str]]()
     for i, kind in kinds.items():
-        held = {name.removeprefix(f"{i}.") for name in names if name.startswith(f"{i}.")}
+        held = of_layer[f"{i}."]
         is_stacked = stored.stacks[0] in held or not any(".experts.0." in name for name in held)
         expected = of_kind[kind] if is_stacked else one_by_one(of_kind[kind], stored)
         missing, extra = sorted(expected.keys() - held), sorted(held - expected.keys())

@@ -135,7 +135,8 @@ class _LongRows:
                 if not rows[priority]:
                     del rows[priority]
             budget -= room - left
-            self._deficit -= room - left
+            if not is_alone:  # what nobody waited for is no part of a turn
+                self._deficit -= room - left
             if rows and (is_alone or left == budget):
                 return  # it is the batch that is full, not the turn that is over
             del self.rows[principal]

@@ -13,6 +13,7 @@ from rigs.small_models import HYBRID, JAMBA, KIMI, MAMBA1, MAMBA2
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.models.model import ModelOptions, check_model
+from deltaline_server.models.parts import MAX_LAYERS
 
 NEXT = HYBRID | {
     "model_type": "qwen3_next",
@@ -449,3 +450,9 @@ def test_a_lie_is_refused_in_one_line(tmp_path: Path, base: dict[str, Any], key:
     message = str(refused.value)
     assert "\n" not in message and expected in message, message
     assert key in message or expected.startswith("layer_types"), message
+
+
+@pytest.mark.timeout(30)
+def test_a_config_of_as_many_layers_as_there_may_be_is_judged_at_once(tmp_path: Path) -> None:
+    types = ["linear_attention"] * MAX_LAYERS
+    check(tmp_path, MOE | {"num_hidden_layers": MAX_LAYERS, "layer_types": types})

@@ -97,6 +97,18 @@ async def test_prefills_take_turns_by_principal_before_client(priority: int) -> 
     assert sum(batch.get(1.0, 0) for batch in batches) == 128 + 6 * 256
 
 
+async def test_who_was_alone_for_long_owes_no_turns() -> None:
+    flood = Flood(chunk_tokens=128)
+    flood.send(ALICE, 1, 1.0, tokens=1024)
+    for _ in range(3):  # more than a turn of hers, while nobody else waits
+        await turns()
+        flood.rig.engine.run()
+    flood.send(BOB, 1, 2.0, tokens=256)
+    batches = await flood.batches()
+    assert batches[4:9] == [{1.0: 128}, {2.0: 128}, {1.0: 128}, {2.0: 128}, {1.0: 128}]
+    assert sum(batch.get(1.0, 0) for batch in batches) == 1024
+
+
 async def test_a_claimed_priority_does_not_keep_anothers_span_waiting() -> None:
     flood = Flood(batch_rows=4, spans=2)
     flood.send(ALICE, 4, 1.0)

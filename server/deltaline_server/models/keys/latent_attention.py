@@ -55,4 +55,8 @@ class LatentKeys:
             return 0
         if not config.flag("index_kpool_always_select_tail", default=True):
             raise config.fail("index_kpool_always_select_tail", "true (else the last tokens may see too few)")
-        return config.integer("index_topk", 1, MAX_POSITIONS, default=2048)
+        selected = config.integer("index_topk", 1, MAX_POSITIONS, default=2048)
+        pool = config.integer("index_kpool", 1, MAX_POSITIONS, default=16)
+        if selected % pool:
+            raise config.fail("index_topk", f"a multiple of index_kpool ({pool}), as whole pools are selected")
+        return selected

@@ -38,7 +38,7 @@ class Mamba1Keys:
         else:
             channels = config.integer(self.expand, 1, MAX_HEADS, default=2) * hidden
             if channels > MAX_SIZE:
-                raise config.fail(self.expand, f"at most {MAX_SIZE} channels of {hidden} times it")
+                raise config.fail(self.expand, f"at most {MAX_SIZE} channels of {hidden} times it (2 without)")
         rank = -(-hidden // 16)
         if config.get(self.step_rank) not in (None, "auto"):
             rank = config.integer(self.step_rank, 1, MAX_SIZE)
