@@ -36,7 +36,7 @@ MANY_TOKENS: tuple[int, int, int | None] = (1, 8, 255)
 # those of a matrix instruction; parts, registers and records at once of the one warp of a program, for few and many.
 ROW_THREADS, LOAD_BYTES = 4, 16
 SHORT_ROWS = 16
-FEW_SHORT, MANY_SHORT = (1, 168, 2), (2, 224, 1)
+FEW_SHORT, MANY_SHORT = (1, 168, 2), (2, 255, 2)
 
 # Long rows of 16-bit values, in chunks. Microseconds on an H200, heads of 64, state 128, whole, and in so many parts:
 #

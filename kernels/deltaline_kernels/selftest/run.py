@@ -193,8 +193,7 @@ def _compare(parts: Sequence[Part], limit: float, device: torch.device) -> list[
         torch.cuda.synchronize(device)  # for what parts were made with
         from triton.runtime import driver  # which is installed on Linux alone
 
-        with torch.cuda.device(device):  # of the caller's thread it may be another
-            driver.active.get_current_device()  # compiled when it is first asked for, and by each thread that does
+        driver.active.get_current_device()  # compiled when it is first asked for, and by each thread that does
     found = list[Check]()
     for kinds in KINDS:
         run = partial(_checks, kinds=kinds, limit=limit, device=device)

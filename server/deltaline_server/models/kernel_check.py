@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib.metadata import version
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -22,19 +19,14 @@ NOTHING_BESIDE: Mapping[str, Any] = {"hidden": 0}
 
 
 def self_test(model: Model, options: StateOptions) -> None:
-    """Compare the kernels as a model's layers call them; on the CPU nothing, where PyTorch computes. Raises ModelError
-    as check_kernels.
-
-    Mixers are tested beside each other, since one kernel of each takes as long to compile as all others; what blocks
-    have beside mixers is so once.
-    """
-    shapes = list(dict.fromkeys(model.shapes))
-    if model.device.type == "cpu" or not shapes:
+    """Compare the kernels as a model's layers call them, what blocks have beside mixers once; on the CPU nothing, where
+    PyTorch computes. Raises ModelError as check_kernels."""
+    if model.device.type == "cpu":
         return
-    beside = [model.block_sizes, *[NOTHING_BESIDE] * (len(shapes) - 1)]
-    check = partial(check_kernels, model.device, model.dtype)
-    with ThreadPoolExecutor(len(shapes), "selftests") as threads:
-        list(threads.map(check, shapes, repeat(options), beside))
+    beside = model.block_sizes
+    for shape in dict.fromkeys(model.shapes):
+        check_kernels(model.device, model.dtype, shape, options, beside)
+        beside = NOTHING_BESIDE
 
 
 def check_kernels(
