@@ -23,7 +23,7 @@ def self_test(model: Model, options: StateOptions) -> None:
     PyTorch computes. Raises ModelError as check_kernels."""
     if model.device.type == "cpu":
         return
-    beside = model.block_sizes
+    beside: Mapping[str, Any] = model.block_sizes
     for shape in dict.fromkeys(model.shapes):
         check_kernels(model.device, model.dtype, shape, options, beside)
         beside = NOTHING_BESIDE
