@@ -24,13 +24,15 @@ from deltaline_server.snapshots import exchange
 
 
 @asynccontextmanager
-async def linked_pair(tmp_path: Path, of_target: Any = None, **options: Any) -> AsyncIterator[tuple[Server, Server]]:
+async def linked_pair(
+    tmp_path: Path, model: dict[str, Any] = HYBRID, of_target: Any = None, **options: Any
+) -> AsyncIterator[tuple[Server, Server]]:
     """Two servers, of which the first may move sequences to the second by its link alone."""
     path = folder_of(tmp_path, "run") / "link.sock"
     path.parent.chmod(0o700)
     there = {"link": str(path), "advertise": "127.0.0.1", **(of_target or {})}
     options = {"page_size": 16, "move_peers": f"link:{path}", **options}
-    async with pair(tmp_path, HYBRID, of_target=there, **options) as (source, target):
+    async with pair(tmp_path, model, of_target=there, **options) as (source, target):
         yield source, target
 
 

@@ -142,6 +142,22 @@ def adapter_tensors(
     return tensors
 
 
+def tensors_of(layout: AdapterLayout) -> dict[str, Tensor]:
+    """Random A, B and DoRA's magnitudes, by PEFT's names, of all modules that a model serves: of its own rows."""
+    tensors: dict[str, Tensor] = {}
+    source = torch.Generator().manual_seed(0)
+    for layer in layout.layers:
+        for module in layout.modules(layer):
+            stem = f"{PREFIX}model.layers.{layer}.{module.name}"
+            a = torch.randn(3, module.columns, generator=source) / module.columns**0.5
+            tensors |= {
+                f"{stem}.lora_A.weight": a,
+                f"{stem}.lora_B.weight": torch.randn(module.rows, 3, generator=source),
+            }
+            tensors[f"{stem}.lora_magnitude_vector"] = torch.rand(module.rows, generator=source) + 0.5
+    return tensors
+
+
 def with_magnitudes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors with DoRA's beside every B."""
     more = dict(tensors)

@@ -64,6 +64,11 @@ def forged(layout: StateLayout, whole: bytes, change: Change, **changes: Any) ->
     return file_of(replace(stored.header, **changes), stored.sections, memory)
 
 
+def memory_of(whole: bytes) -> bytes:
+    """What a file has behind its header."""
+    return whole[int.from_bytes(whole[12:16], "little") :]
+
+
 def file_of(header: StateHeader, sections: tuple[Section, ...], memory: Bytes) -> bytes:
     """A state's file with digests that fit."""
     digests = [xxhash.xxh3_128_digest(memory[each.offset : each.end].data) for each in sections]

@@ -99,7 +99,7 @@ class Refused(Exception):
 
 @dataclass
 class Stepped:
-    """A sequence: where it lives, how far each span is, and its last step there."""
+    """A sequence: where it lives, how far each span is, and its last step there. shape: of a token's hidden state."""
 
     calls: Calls
     address: str
@@ -107,6 +107,7 @@ class Stepped:
     handle: int
     progress: dict[int, tuple[int, int]] = field(default_factory=dict)
     last: dict[int, Asked] = field(default_factory=dict)
+    shape: tuple[int, ...] = (HIDDEN,)
 
     def follow(self, moved: Any) -> None:
         """Go on where a sequence lives that was moved: a MovedSequence, or the metadata of a status."""
@@ -116,7 +117,7 @@ class Stepped:
     async def send(self, asked: Asked, span: int = 0) -> pb.StepResponse:
         """A step, new or not. Raises Refused."""
         draw = np.random.default_rng([asked.step, asked.position, span])
-        hidden = draw.standard_normal((asked.count, HIDDEN)).astype(np.float32)
+        hidden = draw.standard_normal((asked.count, *self.shape)).astype(np.float32)
         request = pb.StepRequest(
             server_epoch=self.epoch,
             span=span,

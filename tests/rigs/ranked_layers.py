@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rigs.adapter_cases import PREFIX, adapter_config, plan_adapter, poisoned
+from rigs.adapter_cases import adapter_config, plan_adapter, poisoned, tensors_of
 from rigs.layer_oracle import MAX_DRAFT, Served, serve
 from rigs.small_models import (
     BAMBA,
@@ -133,18 +133,7 @@ def sum_summands(ranks: Ranks, summands: Sequence[Sequence[Tensor]]) -> list[Ten
 
 def adapt(model: Model, options: ModelOptions) -> None:
     """Write an adapter of all modules into place 0, DoRA: its B and magnitudes are of the model's own rows."""
-    tensors: dict[str, Tensor] = {}
-    source = torch.Generator().manual_seed(0)
-    for layer in model.layout.layers:
-        for module in model.layout.modules(layer):
-            stem = f"{PREFIX}model.layers.{layer}.{module.name}"
-            a = torch.randn(3, module.columns, generator=source) / module.columns**0.5
-            tensors |= {
-                f"{stem}.lora_A.weight": a,
-                f"{stem}.lora_B.weight": torch.randn(module.rows, 3, generator=source),
-            }
-            tensors[f"{stem}.lora_magnitude_vector"] = torch.rand(module.rows, generator=source) + 0.5
-    plan = plan_adapter(model.layout, adapter_config(use_dora=True), tensors)
+    plan = plan_adapter(model.layout, adapter_config(use_dora=True), tensors_of(model.layout))
     assert model.adapters is not None
     with open_weights(options) as weights:
         model.adapters.write(0, plan.load(weights, poisoned))

@@ -235,6 +235,7 @@ class StateRig:
         references: int,
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype = torch.float32,
         chunk_tokens: int = 64,
         host_bytes: int = 0,
         state_dir: Path | None = None,
@@ -247,11 +248,10 @@ class StateRig:
         self.model = load_model(options)
         spare_lines = int(host_bytes > 0)
         lines = slots + snapshot_lines + spare_lines
-        self.pool = self.model.make_pool(
-            StateOptions(slots, MAX_DRAFT, page_size=PAGE_SIZE, snapshot_lines=snapshot_lines + spare_lines)
-        )
+        kinds: dict[str, Any] = {"max_draft": MAX_DRAFT, "state_dtype": state_dtype, "page_size": PAGE_SIZE}
+        self.pool = self.model.make_pool(StateOptions(slots, snapshot_lines=snapshot_lines + spare_lines, **kinds))
         # The last line is where references stop on their way.
-        self._reference_pool = self.model.make_pool(StateOptions(references + 1, MAX_DRAFT, page_size=PAGE_SIZE))
+        self._reference_pool = self.model.make_pool(StateOptions(references + 1, **kinds))
         self._reference_lines = list(range(references, 0, -1))
         limits = make_limits(max_draft_tokens=MAX_DRAFT, chunk_tokens=chunk_tokens)
         executor, self._reference_executor = (

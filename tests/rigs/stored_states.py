@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rigs.small_models import GATED_DELTA_NET, HYBRID, KIMI, LFM2, MAMBA2
+from rigs.small_models import (
+    FALCON,
+    GATED_DELTA_NET,
+    GLM5_NEXT,
+    HYBRID,
+    JAMBA,
+    KIMI,
+    LFM2,
+    MAMBA1,
+    MAMBA2,
+    NEMOTRON,
+    ZAMBA,
+)
 from rigs.state_rig import MAX_DRAFT, PAGE_SIZE, Array, StateRig
 
 from deltaline_server.principal import ANONYMOUS
@@ -18,13 +30,20 @@ from deltaline_server.tables.captured.snapshot import SnapshotDescription
 
 MODELS: dict[str, tuple[dict[str, Any], list[range] | None]] = {
     "gated_delta_net": (GATED_DELTA_NET, None),
+    "mamba1": (MAMBA1, None),
     "mamba2": (MAMBA2, None),
     "short convolutions": (LFM2, None),
     "latents": (KIMI, None),
+    "latents among streams": (GLM5_NEXT, None),
+    "two states in a layer": (FALCON, None),
+    "layers without a state": (NEMOTRON, [range(0, 1), range(1, 4)]),
+    "shared blocks": (ZAMBA, None),
+    "mamba1 with attention": (JAMBA, None),
     "hybrid": (HYBRID, None),
     "hybrid, two spans": (HYBRID, [range(0, 1), range(1, 2)]),
     "streams": (HYBRID | {"hc_mult": 2}, None),
 }
+PAGED = [name for name, (config, _) in MODELS.items() if "num_attention_heads" in config]
 PREFILL, DECODE, VERIFY = RowKind.PREFILL, RowKind.DECODE, RowKind.VERIFY
 HOST_BYTES = 4 << 20
 KEY = b"k" * 16

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rigs.exchanged_states import exported
+import torch
+from rigs.exchanged_states import exported, memory_of
 from rigs.scheduler_rig import refuses
 from rigs.state_rig import PAGE_SIZE, StateRig
 from rigs.stored_states import DECODE, MODELS, PREFILL, VERIFY, make_rig
@@ -19,6 +20,8 @@ from rigs.whole_sequences import Cell, Traveller, check_idle, imported, opened, 
 from deltaline_server.errors import Reason
 from deltaline_server.principal import ANONYMOUS
 from deltaline_server.step import RowOutcome, RowWaypoints, StepBatch
+
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 async def goes_on(one: Traveller, other: Traveller, span: int, accepted: int = -1) -> None:
@@ -38,11 +41,15 @@ async def is_replayed(one: Traveller, other: Traveller, span: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("accepted", [None, 0, 2, 4])
+@pytest.mark.parametrize(
+    ("accepted", "dtype", "state_dtype"),
+    [(None, FP32, FP32), (0, FP32, FP32), (2, FP32, FP32), (4, FP32, FP32), (2, BF16, FP32), (2, BF16, BF16)],
+    ids=str,
+)
 async def test_a_pending_verify_comes_along_and_rides_on_the_next_step(
-    pair: Any, name: str, accepted: int | None
+    pair: Any, name: str, accepted: int | None, dtype: torch.dtype, state_dtype: torch.dtype
 ) -> None:
-    rig, to = pair(name)
+    rig, to = pair(name, dtype=dtype, state_dtype=state_dtype)
     one = await prefilled(rig)
     if accepted is not None:
         for span in range(len(one.cells)):
@@ -51,6 +58,7 @@ async def test_a_pending_verify_comes_along_and_rides_on_the_next_step(
     for span in range(len(one.cells)):
         await is_replayed(one, other, span)
         await goes_on(one, other, span, -1 if accepted is None else accepted)
+    assert memory_of(await one.exported()) == memory_of(await other.exported())
     check_idle(rig, to)
 
 
