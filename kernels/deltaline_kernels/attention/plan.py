@@ -80,12 +80,17 @@ EXACT, EXACT_COLUMNS = (16, 4, 1, 2), 16
 # and 126 of 2,048.
 SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512), (64, 1024))
 MOST_KEYS = 2048
-# Of latents on a Hopper: channels that are values, those behind, keys of a block and blocks in shared memory, and keys
-# of a split by rows x groups of heads. A program has a multiprocessor to itself, and what a split leaves is 2 KB for
-# each query head: so splits are as long as they can be with all processors busy.
+# Of latents on a Hopper: channels that are values, those behind, and keys of a split by rows x groups of heads. What a
+# split leaves is 2 KB for each query head: so splits are as long as they can be with all processors busy.
 LATENT_DIM, LATENTS_BEHIND = 512, (0, 64)
-LATENT_KEYS, LATENT_STAGES = 64, 2
 LATENT_SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (16, 512), (64, 1024))
+# Of short rows on a Hopper: keys of a block, sizes of heads of keys and values, and programs of a multiprocessor by the
+# channels of values. A program that has it to itself takes 8 warps for more columns than FEW_COLUMNS.
+HOPPER_KEYS, SHORT_DIMS = 64, (64, 128, 256)
+SHORT_PROGRAMS: dict[int, int] = {64: 2, 128: 2, 256: 1, LATENT_DIM: 1}
+FEW_COLUMNS = 32
+# Shared memory of a multiprocessor, and what a program needs of it beside queries, weights and tiles.
+SHARED_BYTES, SPARE_BYTES = 228 << 10, 3 << 10
 
 
 def choose_group(heads: AttentionHeads, value_bytes: int) -> int:
@@ -115,13 +120,17 @@ def choose_tile(
     return Tile(columns, columns // padded, keys, num_warps, stages, split, programs)
 
 
-def choose_latent_tile(heads: AttentionHeads, group: int, num_rows: int, max_length: int) -> Tile:
-    """Return what `choose_tile` does, of short rows for `attend_latents_kernel`."""
-    padded = pow2(group)
-    columns = max(LEAST_COLUMNS, padded, min(MOST_SHORT_COLUMNS, padded * pow2(max(1, max_length))))
-    split = _choose_split(num_rows * (heads.num_queries // group), LATENT_SPLITS)
-    num_warps = 8 if columns > 32 else 4
-    return Tile(columns, columns // padded, LATENT_KEYS, num_warps, LATENT_STAGES, split, 1)
+def choose_hopper_tile(heads: AttentionHeads, group: int, num_rows: int, max_length: int) -> Tile:
+    """Return what `choose_tile` does, of short rows for `attend_short_kernel`: its stages are all tiles of keys and of
+    values that there is room for."""
+    columns = max(LEAST_COLUMNS, pow2(group), min(MOST_SHORT_COLUMNS, pow2(group * max(1, max_length))))
+    splits = LATENT_SPLITS if heads.is_latent else SPLITS
+    split = _choose_split(num_rows * (heads.num_queries // group), splits)
+    programs = SHORT_PROGRAMS[heads.value_dim]
+    num_warps = 8 if programs == 1 and columns > FEW_COLUMNS else 4
+    room = SHARED_BYTES // programs - SPARE_BYTES - 2 * columns * (heads.key_dim + HOPPER_KEYS)
+    stages = room // (2 * HOPPER_KEYS * heads.key_dim)
+    return Tile(columns, columns // group, HOPPER_KEYS, num_warps, stages, split, programs)
 
 
 def _choose_split(count: int, splits: tuple[tuple[int, int], ...]) -> int:
