@@ -41,7 +41,7 @@ from deltaline_kernels.attention.plan import (
     LATENT_DIM,
     LATENTS_BEHIND,
     MOST_SHORT_COLUMNS,
-    SHORT_DIMS,
+    SHORT_PROGRAMS,
     Tile,
 )
 from deltaline_kernels.device.hopper import barrier, clear_rows, on_hopper
@@ -298,7 +298,7 @@ def can_attend_short(queries: Queries, keys: Keys) -> bool:
     if heads.is_latent:
         fits = heads.num_keys == 1 and heads.value_dim == LATENT_DIM and heads.behind_latent in LATENTS_BEHIND
     else:
-        fits = heads.value_dim == heads.key_dim in SHORT_DIMS and heads.group <= MOST_SHORT_COLUMNS
+        fits = heads.value_dim == heads.key_dim in SHORT_PROGRAMS and heads.group <= MOST_SHORT_COLUMNS
     return (
         fits
         and on_hopper(q.device)
@@ -308,9 +308,9 @@ def can_attend_short(queries: Queries, keys: Keys) -> bool:
         and keys.k.shape[0] > 0
         and keys.page_size >= HOPPER_KEYS
         and queries.blocks is None
-        # Other packages' may ask for what Gluon has another word for.
+        # Of other packages' nothing tells whether Gluon takes them.
         and all(leaf.part.modifier in SHIPPED.values() for leaf in queries.modifiers.all_leaves)
-        # Of a range of each head rows are not counted here.
+        # `find_range` has no layout for heads.
         and not queries.modifiers.ranges_by_head
         # The copy engine's.
         and keys.k.data_ptr() % 16 == 0

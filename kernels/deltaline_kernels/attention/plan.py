@@ -84,9 +84,9 @@ MOST_KEYS = 2048
 # split leaves is 2 KB for each query head: so splits are as long as they can be with all processors busy.
 LATENT_DIM, LATENTS_BEHIND = 512, (0, 64)
 LATENT_SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (16, 512), (64, 1024))
-# Of short rows on a Hopper: keys of a block, sizes of heads of keys and values, and programs of a multiprocessor by the
-# channels of values. A program that has it to itself takes 8 warps for more columns than FEW_COLUMNS.
-HOPPER_KEYS, SHORT_DIMS = 64, (64, 128, 256)
+# Of short rows on a Hopper: keys of a block, and programs of a multiprocessor by the channels of values. A program that
+# has one to itself takes 8 warps for more columns than FEW_COLUMNS.
+HOPPER_KEYS = 64
 SHORT_PROGRAMS: dict[int, int] = {64: 2, 128: 2, 256: 1, LATENT_DIM: 1}
 FEW_COLUMNS = 32
 # Shared memory of a multiprocessor, and what a program needs of it beside queries, weights and tiles.
