@@ -41,7 +41,7 @@ from deltaline_kernels.attention.plan import (
     LATENT_DIM,
     LATENTS_BEHIND,
     MOST_SHORT_COLUMNS,
-    SHORT_PROGRAMS,
+    SHORT_DIMS,
     Tile,
 )
 from deltaline_kernels.device.hopper import barrier, clear_rows, on_hopper
@@ -298,7 +298,7 @@ def can_attend_short(queries: Queries, keys: Keys) -> bool:
     if heads.is_latent:
         fits = heads.num_keys == 1 and heads.value_dim == LATENT_DIM and heads.behind_latent in LATENTS_BEHIND
     else:
-        fits = heads.value_dim == heads.key_dim in SHORT_PROGRAMS and heads.group <= MOST_SHORT_COLUMNS
+        fits = heads.value_dim == heads.key_dim in SHORT_DIMS and heads.group <= MOST_SHORT_COLUMNS
     return (
         fits
         and on_hopper(q.device)

@@ -12,7 +12,7 @@ from rigs.kernels.compiled import compile_launches
 
 from deltaline_kernels import Modifiers, Rows, find_modifier, flex_decode
 from deltaline_kernels.attention import and_masks
-from deltaline_kernels.attention.plan import SHORT_PROGRAMS
+from deltaline_kernels.attention.plan import AttentionHeads, choose_hopper_tile
 
 # Shared memory of a Hopper GPU's multiprocessor, and what a program takes of it unasked.
 SHARED_BYTES, TAKEN_BYTES = 228 << 10, 1 << 10
@@ -76,7 +76,8 @@ def test_short_rows_of_a_hopper_have_their_operands_in_shared_memory(
     kernels = compile_rows(monkeypatch, sizes, tokens, dtype=dtype)
     assert [kernel.metadata.name for kernel in kernels] == ["attend_short_kernel", "combine_kernel"]
     code, warps, dim = kernels[0].asm["sass"], kernels[0].metadata.num_warps, sizes[2]
-    programs = SHORT_PROGRAMS[dim]
+    heads = AttentionHeads(*sizes, dim, 1.0)
+    programs = choose_hopper_tile(heads, heads.group, 32, tokens).programs
     assert not LOCAL.search(code)
     assert programs * (kernels[0].metadata.shared + TAKEN_BYTES) <= SHARED_BYTES
     assert programs * warps * 32 * (1 + max(map(int, re.findall(r"\bR(\d+)\b", code)))) <= REGISTERS

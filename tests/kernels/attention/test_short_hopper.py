@@ -52,7 +52,8 @@ def test_ragged_rows(half_path: Path, layer: Layer, split: int) -> None:
 
 
 @pytest.mark.parametrize("case", MODIFIER_CASES)
-def test_modified_rows(half_path: Path, case: str, split: int, layer: Layer = SMALL) -> None:
+def test_modified_rows(half_path: Path, case: str, monkeypatch: pytest.MonkeyPatch, layer: Layer = SMALL) -> None:
+    cut(monkeypatch, 64)
     rows = [Row(1, 200), Row(3, 5), Row(0, 9), Row(2, 30, skipped=True), Row(1, 0), Row(5, 90), Row(1, 1500)]
     batch = make_batch(rows, half_path, layer, max_short=5)
     checks.check(batch, half_path, *modifier_case(case, layer, len(rows) + 2, half_path.device))
