@@ -29,7 +29,7 @@ BATCHES: dict[str, Callable[[], Recurrent]] = {
 
 @pytest.mark.parametrize("family", BATCHES)
 def test_products_of_short_rows_take_the_state_as_it_was_loaded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No operand is copied for them, nothing goes to local memory, and outputs alone go through shared memory."""
+    """Of fp32 states: no operand is copied, nothing is in local memory, only outputs go through shared memory."""
     pytest.importorskip("triton", reason="triton is not installed")
     batch = BATCHES[family]()
     moved = batch.replaced(**{name: on_meta(value) for name, value in vars(batch).items()})

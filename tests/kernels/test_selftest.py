@@ -347,3 +347,22 @@ def test_a_long_row_is_in_parts_unless_heads_are_many(recurrence: str, most: int
     few = DeltaHeads(1, 4, 128, 64, 0.25, 1e-6)
     for family in ("kda", "mamba2"):
         assert not parts_selftest.has_parts(replace(shapes_of(family, few), dtype=torch.float32))
+
+
+@pytest.mark.parametrize("model", ["attention", "latents"])
+def test_rows_that_are_only_counted_leave_nothing(path: Path, model: str) -> None:
+    """Of the batches for attention's kernels the last rows are skipped, on both sides alike."""
+    recurrence, sizes = MODELS[model]
+    heads = DeltaHeads(
+        sizes.get("num_key_heads", 2), sizes.get("num_value_heads", 4), sizes.get("key_dim", 64), 32, 0.1, 1e-6
+    )
+    shapes = Shapes(recurrence, heads, 4, 4, torch.float32, torch.float32, 1, (0.0, 1.0), False, 8, 64)
+    batches = attention_selftest.short_attention_batches(shapes.attention_heads, 4, path.device)
+    rows = next(rows for rows in batches.values() if rows.num_rows > 2 * len(attention_selftest.POSITIONS))
+    compare = (
+        attention_selftest.compare_latents if recurrence == "latent_attention" else attention_selftest.compare_attention
+    )
+    generator = torch.Generator(path.device).manual_seed(0)
+    fill = lambda *size: torch.randn(*size, generator=generator, device=path.device)  # noqa: E731
+    for _, got, want in compare(fill, rows, shapes):
+        assert selftest.largest_error(got, want) < 5e-5

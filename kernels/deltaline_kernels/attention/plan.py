@@ -83,11 +83,11 @@ SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512), (64, 1024))
 MOST_KEYS = 2048
 # Of latents on a Hopper: channels that are values, those behind, keys of a block and blocks in shared memory, and keys
 # of a split by rows x groups of heads. A program has a multiprocessor to itself, and what a split leaves is 2 KB for
-# each query head: so splits are as long as they can be with all processors busy. On an H200 32 rows of 8,192 take
-# 82.1 us in splits of 2,048 and 91.1 of 1,024, 64 rows of 2,048 take 72.8 and 52.8: long rows are what costs.
+# each query head. On an H200 32 rows of 8,192 take 82.1 us in splits of 2,048 and 91.1 of 1,024; 64 rows of 2,048 take
+# 72.8 and 52.8, as 64 splits leave half of the processors idle.
 LATENT_DIM, LATENTS_BEHIND = 512, (0, 64)
 LATENT_KEYS, LATENT_STAGES = 64, 2
-LATENT_SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (16, 512))
+LATENT_SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (16, 512), (32, 2048), (64, 1024))
 
 
 def choose_group(heads: AttentionHeads, value_bytes: int) -> int:

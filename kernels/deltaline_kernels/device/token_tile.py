@@ -200,7 +200,7 @@ def _order_pairs(block, SUB: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def order_tokens(tokens, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return tokens of 16 bits that `load_tokens` loaded as operands like those of `load_pairs`."""
+    """Return 2 * TOKENS rows of 16 bits, as `load_tokens` and `load_rows` load them, as operands like `load_pairs`'."""
     pairs = ()
     for j in tl.static_range(BLOCKS):
         pairs = pairs + (_order_pairs(tokens[j], 2 * TOKENS, BLOCK_K).to(tl.float32),)
@@ -227,9 +227,10 @@ def multiply_pairs(
     for _ in tl.static_range(PARTS):
         products = products + (tl.zeros((2 * TOKENS, SUB), tl.float32),)
     for j in tl.static_range(BLOCKS):
-        left_high, left_low = _split_bits(pairs[j])
         if EXACT:
             left_high = pairs[j]
+        else:
+            left_high, left_low = _split_bits(pairs[j])
         more = ()
         for r in tl.static_range(PARTS):
             right_high, right_low = _split_bits(tl.trans(_order_pairs(tile[r * BLOCKS + j], SUB, BLOCK_K)))

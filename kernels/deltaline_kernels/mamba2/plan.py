@@ -33,7 +33,7 @@ MANY: dict[int, tuple[int, int, int | None]] = {4: (1, 2, 128), 2: (1, 8, 255)}
 MANY_TOKENS: tuple[int, int, int | None] = (1, 8, 255)
 
 # Short rows as a chunk each: threads that share a row of the state, and bytes that each loads at once; rows of a part,
-# those of a matrix instruction; parts, registers and records at once of the one warp of a program, for few and many.
+# those of two matrix instructions; parts, registers and records at once of the one warp of a program, for few and many.
 ROW_THREADS, LOAD_BYTES = 4, 16
 SHORT_ROWS = 16
 FEW_SHORT, MANY_SHORT = (1, 168, 2), (2, 255, 2)

@@ -2,11 +2,21 @@
 them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltaline_kernels.attention import Modifiers, find_modifier, flex_decode, flex_decode_reference
+from deltaline_kernels.attention.plan import (
+    MOST_ROWS,
+    AttentionHeads,
+    choose_group,
+    choose_latent_tile,
+    choose_parts,
+    choose_tile,
+    count_at_once,
+)
 from deltaline_kernels.rotary import rotate_and_store, rotate_and_store_reference
 from deltaline_kernels.rows import Rows
 from deltaline_kernels.selftest.shapes import Compared, Fill, Shapes
@@ -34,14 +44,32 @@ def attention_batches(num_heads: int, max_draft: int, device: torch.device | str
     return batches
 
 
-def short_attention_batches(max_draft: int, device: torch.device | str) -> dict[str, Rows]:
-    """Short rows of every number and length for which kernels of their own are compiled: splits are shorter for few."""
-    sizes = [(num_rows, length) for num_rows in (1, 2, 4, 8, 16, 32, 64, 128) for length in (1, max_draft)]
-    # A batch may have fewer tokens than a row may.
-    sizes += [(num_rows, min(length, max_draft)) for num_rows, length in ((1, 4), (1, 8), (2, 8))]
+def short_kernels(heads: AttentionHeads, num_rows: int, longest: int) -> tuple[Any, ...]:
+    """What kernels of so many short rows of 16-bit values are compiled for, the longest of them of so many tokens."""
+    group = choose_group(heads, 2)
+    tiles = [choose_tile(heads, group, num_rows, longest, 2, long=False)]
+    if heads.is_latent:
+        tiles.append(choose_latent_tile(heads, group, num_rows, longest))
+    parts = choose_parts(heads.value_dim, num_rows * longest * heads.num_queries)
+    return *tiles, count_at_once(num_rows), parts
+
+
+def short_attention_batches(heads: AttentionHeads, max_draft: int, device: torch.device | str) -> dict[str, Rows]:
+    """The fewest short rows for each of the kernels that rows of one token and of whole drafts have, up to MOST_ROWS.
+
+    Only the first rows run: the others, which are skipped, are there to be counted.
+    """
+    found = dict[Any, tuple[int, int]]()
+    for num_rows in range(1, MOST_ROWS + 1):
+        # Of a batch with few tokens a row may have no more.
+        drafts = {min(max_draft, num_rows * tokens) for tokens in (4, 8, 16, max_draft)}
+        for length in sorted({1} | drafts):
+            found.setdefault(short_kernels(heads, num_rows, length), (num_rows, length))
     batches = {}
-    for num_rows, n in dict.fromkeys(sizes):
-        lengths, lines, zeros = [n] * num_rows, list(range(1, num_rows + 1)), [0] * num_rows
+    for num_rows, n in found.values():
+        num_live = min(num_rows, len(POSITIONS))
+        lines = [*range(1, num_live + 1), *[-1] * (num_rows - num_live)]
+        lengths, zeros = [n] * num_rows, [0] * num_rows
         positions = [POSITIONS[-i % len(POSITIONS)] for i in range(2, num_rows + 2)]
         batches[f"{num_rows} rows of {n}"] = Rows.build(
             lengths, lines, lines, lengths, zeros, zeros, max_short=max_draft, device=device, position=positions
@@ -108,9 +136,9 @@ def compare_latents(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compared
 
 
 def _page_table(rows: Rows, longest: int, page_size: int) -> Tensor:
-    """Pages for `longest` tokens of each row, in an order of no meaning; line 0 and page 0 are nobody's."""
-    max_pages, device = -(-longest // page_size), rows.control.device
-    order = torch.randperm(rows.num_rows * max_pages, generator=torch.Generator().manual_seed(0)) + 1
-    table = torch.zeros(rows.num_rows + 1, max_pages, dtype=torch.int32, device=device)
-    table[1:] = order.view(rows.num_rows, max_pages).to(device, torch.int32)
+    """Pages for `longest` tokens of each line, in an order of no meaning; line 0 and page 0 are nobody's."""
+    num_lines, max_pages, device = int(rows.write_line.max()), -(-longest // page_size), rows.control.device
+    order = torch.randperm(num_lines * max_pages, generator=torch.Generator().manual_seed(0)) + 1
+    table = torch.zeros(num_lines + 1, max_pages, dtype=torch.int32, device=device)
+    table[1:] = order.view(num_lines, max_pages).to(device, torch.int32)
     return table

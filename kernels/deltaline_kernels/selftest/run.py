@@ -247,7 +247,7 @@ def _mixer_parts(shapes: Shapes, device: torch.device | str) -> Iterator[Part]:
         yield partial(_compare_mixer, compare=compare, batch=batch, rows=rows, shapes=shapes)
     if shapes.is_paged:
         if torch.device(device).type != "cpu":
-            for batch, rows in short_attention_batches(shapes.max_draft, device).items():
+            for batch, rows in short_attention_batches(shapes.attention_heads, shapes.max_draft, device).items():
                 part = partial(_compare_mixer, compare=compare, batch=batch, rows=rows, shapes=shapes)
                 yield of_random(part)
         return

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltaline_kernels.attention.plan import AttentionHeads
 from deltaline_kernels.device.delta_rule.inputs import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
@@ -53,6 +54,15 @@ class Shapes:
     def is_paged(self) -> bool:
         """Whether the mixer's state is in pages."""
         return self.recurrence in ("attention", "latent_attention")
+
+    @property
+    def attention_heads(self) -> AttentionHeads:
+        """The heads of an attention, whose own sizes stand for others here."""
+        heads, is_latent = self.heads, self.recurrence == "latent_attention"
+        value_dim = heads.value_dim if is_latent else heads.key_dim
+        return AttentionHeads(
+            heads.num_value_heads, heads.num_key_heads, heads.key_dim, value_dim, heads.scale, is_latent=is_latent
+        )
 
     @property
     def conv_activation(self) -> str | None:

@@ -58,5 +58,8 @@ class LatentKeys:
         selected = config.integer("index_topk", 1, MAX_POSITIONS, default=2048)
         pool = config.integer("index_kpool", 1, MAX_POSITIONS, default=16)
         if selected % pool:
-            raise config.fail("index_topk", f"a multiple of index_kpool ({pool}), as whole pools are selected")
+            raise config.fail(
+                "index_topk",
+                f"a multiple of index_kpool ({pool}; 16 without), as whole pools are selected (2048 without)",
+            )
         return selected

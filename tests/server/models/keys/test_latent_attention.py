@@ -44,7 +44,12 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (WITHOUT, "linear_attn_config", NUMBERED | {"head_dim": 257}, "expected an integer in 1..256, got 257"),
     (GLM5_NEXT, "layer_types", ["conv"] * 2, "full_attention, deepseek_sparse_attention, got"),
     (GLM5_NEXT, "index_topk", 992, "--max-context: expected at most 992 (index_topk)"),
-    (GLM5_NEXT, "index_topk", 999, "expected a multiple of index_kpool (8), as whole pools are selected, got 999"),
+    (
+        GLM5_NEXT,
+        "index_topk",
+        999,
+        "expected a multiple of index_kpool (8; 16 without), as whole pools are selected (2048 without), got 999",
+    ),
     (GLM5_NEXT, "index_kpool", 0, "expected an integer in 1..16777216, got 0"),
     (GLM5_NEXT, "index_kpool", "8", "expected an integer in 1..16777216, got '8'"),
     (GLM5_NEXT, "index_topk", 0, "expected an integer in 1..16777216, got 0"),
