@@ -24,7 +24,7 @@ from deltaline_cli.health import add_health
 from deltaline_cli.snapshots import add_snapshots
 from deltaline_cli.text import plural, readable_bytes, table
 from deltaline_cli.top.command import add_top
-from deltaline_client import Client, DeltalineError, LayerSpan, Output, ServerInfo, Unavailable
+from deltaline_client import Client, DeadlineExceeded, DeltalineError, LayerSpan, Output, ServerInfo, Unavailable
 
 _ABOUT = """\
 Talks to a deltaline server: a service that holds the recurrent layers of a language model and their state.
@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return size(rest) if options.command == "size" else int(options.run(options))
     except (BenchError, DeltalineError, DemoError, MemoryError, ValueError) as error:
         print(f"deltaline: error: {error}", file=sys.stderr)
-        if isinstance(error, Unavailable) and hasattr(options, "server"):  # the demo has a server of its own
+        is_unreached = isinstance(error, Unavailable | DeadlineExceeded)
+        if is_unreached and hasattr(options, "server"):  # the demo has a server of its own
             advise(options.server, tls_of(options), error)
         return 1
     except KeyboardInterrupt:

@@ -155,14 +155,22 @@ def test_output_that_can_not_be_written_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "command", [["info"], ["load"], ["drain"], ["top", "--once"], ["bench"], ["adapters", "list", "--server"]]
+    "command",
+    [
+        ["info"],
+        ["load"],
+        ["drain"],
+        ["top", "--once"],
+        ["bench", "--timeout", "1"],
+        ["bench", "--timeout", "0.001"],  # over before anything was refused
+        ["adapters", "list", "--timeout", "1", "--server"],
+    ],
 )
 def test_every_command_says_how_to_start_a_server(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(address, "PORT", 1)
-    patience = ["--timeout", "1"] if command[0] in ("bench", "adapters") else []
-    assert main([*command, "127.0.0.1", *patience]) == 1
+    assert main([*command, "127.0.0.1"]) == 1
     error = capsys.readouterr().err
     assert "No server answers at 127.0.0.1:1. " in error
     assert "deltaline-server --model DIR" in error and "deltaline demo --keep" in error
