@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -363,6 +364,6 @@ def test_rows_that_are_only_counted_leave_nothing(path: Path, model: str) -> Non
         attention_selftest.compare_latents if recurrence == "latent_attention" else attention_selftest.compare_attention
     )
     generator = torch.Generator(path.device).manual_seed(0)
-    fill = lambda *size: torch.randn(*size, generator=generator, device=path.device)  # noqa: E731
+    fill = partial(torch.randn, generator=generator, device=path.device)
     for _, got, want in compare(fill, rows, shapes):
         assert selftest.largest_error(got, want) < 5e-5

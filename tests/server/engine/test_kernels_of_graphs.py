@@ -12,7 +12,7 @@ from deltaline_kernels.attention.plan import AttentionHeads
 from deltaline_kernels.selftest.attention import short_attention_batches, short_kernels
 from deltaline_server.engine.graphs import make_buckets
 
-# Heads of queries and of keys, their size, and whether their values are the first 512 channels of keys.
+# Heads of queries and of keys, and their size; values of latents are the first 512 channels of their keys.
 HEADS = [(24, 4, 256), (16, 2, 128), (32, 8, 128), (8, 1, 128), (2, 1, 128), (64, 8, 128), (32, 32, 64)]
 LATENTS = [(32, 1, 576), (16, 1, 576), (128, 1, 576)]
 
