@@ -43,79 +43,82 @@ class CublasError(RuntimeError):
     """A call of cuBLASLt failed, by its status."""
 
 
-class Product:
-    """y = x @ weight.T of one shape on one device, by one algorithm. Made once; multiplies on the current stream."""
+class Problem:
+    """y = x @ weight.T of one shape on one device, and what cuBLASLt offers for it.
+
+    offers: the best by its own judgement first; none where it has no algorithm.
+    """
 
     def __init__(
-        self, library: _Library, num_rows: int, outputs: int, inputs: int, row_stride: int, dtype: torch.dtype
+        self, library: Library, num_rows: int, outputs: int, inputs: int, row_stride: int, dtype: torch.dtype
     ) -> None:
-        self._library, self._outputs = library, outputs
-        self._operation = library.create("MatmulDesc", _COMPUTE_32F, _TYPES[torch.float32])
-        library.set("MatmulDesc", self._operation, _DESC_TRANSA, c_int(_OP_T))
+        self.library, self.outputs = library, outputs
+        self.operation = library.create("MatmulDesc", _COMPUTE_32F, _TYPES[torch.float32])
+        library.set("MatmulDesc", self.operation, _DESC_TRANSA, c_int(_OP_T))
         kind = _TYPES[dtype]
-        self._weight = library.create("MatrixLayout", kind, c_uint64(inputs), c_uint64(outputs), c_int64(inputs))
-        self._x = library.create("MatrixLayout", kind, c_uint64(inputs), c_uint64(num_rows), c_int64(row_stride))
-        self._y = library.create("MatrixLayout", kind, c_uint64(outputs), c_uint64(num_rows), c_int64(outputs))
-        offers = self._find_offers()
-        self._chosen = offers[choose([self._describe(one) for one in offers])] if offers else None
+        self.weight = library.create("MatrixLayout", kind, c_uint64(inputs), c_uint64(outputs), c_int64(inputs))
+        self.x = library.create("MatrixLayout", kind, c_uint64(inputs), c_uint64(num_rows), c_int64(row_stride))
+        self.y = library.create("MatrixLayout", kind, c_uint64(outputs), c_uint64(num_rows), c_int64(outputs))
+        self._found = self._find()
+        self.offers = [Offer(self._read(one, _TILE), self._read(one, _SPLITS)) for one in self._found]
 
-    @property
-    def is_offered(self) -> bool:
-        """Whether cuBLASLt has an algorithm for the shape."""
-        return self._chosen is not None
+    def product(self, number: int) -> Product:
+        """Return the product by one of the offers."""
+        return Product(self, self._found[number])
+
+    def _find(self) -> list[_Heuristic]:
+        preference = self.library.create("MatmulPreference")
+        self.library.set("MatmulPreference", preference, _MOST_WORKSPACE, c_uint64(WORKSPACE_BYTES))
+        self.library.set("MatmulPreference", preference, _REDUCTIONS, c_int(_REDUCE_IN_WORKSPACE))
+        found, count = (_Heuristic * NUM_OFFERS)(), c_int()
+        layouts = self.weight, self.x, self.y, self.y
+        wanted = preference, NUM_OFFERS, found, byref(count)
+        # Says that it is not supported where it has nothing to offer.
+        self.library.try_to("cublasLtMatmulAlgoGetHeuristic", self.library.handle, self.operation, *layouts, *wanted)
+        self.library.call("cublasLtMatmulPreferenceDestroy", preference)
+        return [one for one in found[: count.value] if one.status == 0]
+
+    def _read(self, found: _Heuristic, attribute: int) -> int:
+        value, size = c_int(), c_size_t()
+        told = attribute, byref(value), c_size_t(ctypes.sizeof(value)), byref(size)
+        self.library.call("cublasLtMatmulAlgoConfigGetAttribute", byref(found, _Heuristic.algo.offset), *told)
+        return value.value
+
+
+class Product:
+    """y = x @ weight.T of one shape on one device, by one algorithm."""
+
+    def __init__(self, problem: Problem, found: _Heuristic) -> None:
+        self._problem, self._found = problem, found
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the product, `[T, N]`, of a shape for which there is an algorithm."""
-        assert self._chosen is not None
-        y = x.new_empty(x.shape[0], self._outputs)
+        """Return the product `[T, N]`, computed on the current stream."""
+        problem, found = self._problem, self._found
+        y = x.new_empty(x.shape[0], problem.outputs)
         # Of the allocator, which keeps it from other streams' work, and in a graph from other graphs'.
-        workspace = torch.empty(self._chosen.workspace, dtype=torch.uint8, device=x.device)
-        self._library.call(
+        workspace = torch.empty(found.workspace, dtype=torch.uint8, device=x.device)
+        written = c_void_p(y.data_ptr()), problem.y
+        problem.library.call(
             "cublasLtMatmul",
-            self._library.handle,
-            self._operation,
+            problem.library.handle,
+            problem.operation,
             byref(c_float(1.0)),
             c_void_p(weight.data_ptr()),
-            self._weight,
+            problem.weight,
             c_void_p(x.data_ptr()),
-            self._x,
+            problem.x,
             byref(c_float(0.0)),
-            c_void_p(y.data_ptr()),
-            self._y,
-            c_void_p(y.data_ptr()),
-            self._y,
-            byref(self._chosen, _Heuristic.algo.offset),
+            *written,
+            *written,
+            byref(found, _Heuristic.algo.offset),
             c_void_p(workspace.data_ptr()),
-            c_size_t(self._chosen.workspace),
+            c_size_t(found.workspace),
             c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
         )
         return y
 
-    def _find_offers(self) -> list[_Heuristic]:
-        """Return what cuBLASLt offers, the best by its own judgement first."""
-        preference = self._library.create("MatmulPreference")
-        self._library.set("MatmulPreference", preference, _MOST_WORKSPACE, c_uint64(WORKSPACE_BYTES))
-        self._library.set("MatmulPreference", preference, _REDUCTIONS, c_int(_REDUCE_IN_WORKSPACE))
-        found, count = (_Heuristic * NUM_OFFERS)(), c_int()
-        layouts = self._weight, self._x, self._y, self._y
-        wanted = preference, NUM_OFFERS, found, byref(count)
-        # Says that it is not supported where it has nothing to offer.
-        self._library.try_to("cublasLtMatmulAlgoGetHeuristic", self._library.handle, self._operation, *layouts, *wanted)
-        self._library.call("cublasLtMatmulPreferenceDestroy", preference)
-        return [one for one in found[: count.value] if one.status == 0]
 
-    def _describe(self, offer: _Heuristic) -> Offer:
-        return Offer(self._read(offer, _TILE), self._read(offer, _SPLITS), offer.waves)
-
-    def _read(self, offer: _Heuristic, attribute: int) -> int:
-        value, size = c_int(), c_size_t()
-        algo = byref(offer, _Heuristic.algo.offset)
-        told = attribute, byref(value), c_size_t(ctypes.sizeof(value)), byref(size)
-        self._library.call("cublasLtMatmulAlgoConfigGetAttribute", algo, *told)
-        return value.value
-
-
-class _Library:
+class Library:
     """The library that torch has loaded, and a handle of it for one device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -148,9 +151,10 @@ class _Library:
 
 
 @cache
-def _library_of(device: torch.device) -> _Library | None:
+def library_of(device: torch.device) -> Library | None:
+    """Return the library for a device; None where torch has brought none."""
     try:
-        return _Library(device)
+        return Library(device)
     except OSError:
         return None
 
@@ -159,9 +163,9 @@ def _library_of(device: torch.device) -> _Library | None:
 def find_product(
     num_rows: int, outputs: int, inputs: int, row_stride: int, dtype: torch.dtype, device: torch.device
 ) -> Product | None:
-    """Return the product of a shape on a device; None where torch has brought no cuBLASLt, or that no algorithm."""
-    library = _library_of(device)
+    """Return the product of a shape on a device; None where there is no library, or it has no algorithm."""
+    library = library_of(device)
     if library is None:
         return None
-    product = Product(library, num_rows, outputs, inputs, row_stride, dtype)
-    return product if product.is_offered else None
+    problem = Problem(library, num_rows, outputs, inputs, row_stride, dtype)
+    return problem.product(choose(num_rows, outputs, inputs, problem.offers)) if problem.offers else None
