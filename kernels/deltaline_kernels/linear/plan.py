@@ -20,4 +20,4 @@ class Offer(NamedTuple):
 def choose(num_rows: int, outputs: int, inputs: int, offers: Sequence[Offer]) -> int:
     """Return the place of the one that multiplies `[T, K]` by `[N, K]`, of at least one offer."""
     fastest = FASTEST.get((num_rows, outputs, inputs))
-    return offers.index(Offer(*fastest)) if fastest in offers else 0
+    return 0 if fastest is None or fastest not in offers else offers.index(Offer(*fastest))
