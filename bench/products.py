@@ -1,13 +1,12 @@
 """The products of a model's layers with few rows: every algorithm that cuBLASLt offers, beside torch's own choice.
 
 SHAPE is 27b, 35b-a3b or the path of a config.json, as for bench/model.py. Times are medians of graphs that multiply by
-several weights one behind the other, more than the L2 holds, with a small launch between. With --write the fastest ones
-that beat torch's by more than 1.5% become those that kernels/deltaline_kernels/linear chooses; what it has of other
-shapes stays.
+several weights one behind the other, more than the L2 holds, with a small launch between. With --write those that beat
+torch's by more than 1.5% become the table of kernels/deltaline_kernels/linear, in place of what it has.
 
     python bench/products.py SHAPE... [--rows 1,2,4,8,16,32,64,128,256] [--write]
 
-Exit status: 0; 2 without a CUDA device or with a SHAPE that is none.
+Exit status: 0; 2 without a Hopper GPU or with a SHAPE that is none.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ import torch.nn.functional as F
 from deltaline_bench.device import name_device
 from deltaline_bench.model.shapes import Shape
 from deltaline_bench.model.work import Work
-from deltaline_kernels.linear import FEW_ROWS, fastest
+from deltaline_kernels.linear import fastest
 from deltaline_kernels.linear.cublaslt import Problem, library_of
 from deltaline_kernels.linear.plan import Offer
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.models.config import ModelConfig
 
+ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 CHAIN_BYTES, ROUNDS, WON = 400_000_000, 9, 0.985
 TABLE = Path(fastest.__file__)
 
@@ -40,27 +40,31 @@ def main() -> int:
     """Measure and print; write the table if told."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="+", metavar="SHAPE")
-    parser.add_argument("--rows", default=",".join(map(str, FEW_ROWS)), help="numbers of rows (default: %(default)s)")
+    parser.add_argument("--rows", type=numbers, default=ROWS, help="numbers of rows (default: those of graphs)")
     parser.add_argument("--write", action="store_true", help="make the fastest ones those that are chosen")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("products: expected a CUDA device, got none", file=sys.stderr)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        print("products: expected a Hopper GPU, which the table is for, got none", file=sys.stderr)
         return 2
     try:
         sizes = sorted({size for name in args.shapes for size in sizes_of(name)})
     except (ModelError, OSError, ValueError) as error:
         print(f"products: {error}", file=sys.stderr)
         return 2
-    table: dict[tuple[int, int, int], tuple[int, int]] = dict(fastest.FASTEST)
-    for num_rows in map(int, args.rows.split(",")):
+    table: dict[tuple[int, int, int], Offer] = {}
+    for num_rows in args.rows:
         for outputs, inputs in sizes:
-            table.pop((num_rows, outputs, inputs), None)
             found = measure(num_rows, outputs, inputs)
             if found is not None:
                 table[num_rows, outputs, inputs] = found
     if args.write:
         write(table)
     return 0
+
+
+def numbers(text: str) -> list[int]:
+    """Parse numbers with commas between."""
+    return [int(one) for one in text.split(",")]
 
 
 def sizes_of(name: str) -> set[tuple[int, int]]:
@@ -79,7 +83,7 @@ def measure(num_rows: int, outputs: int, inputs: int) -> Offer | None:
     x, small = torch.randn(num_rows, inputs, device=device, dtype=dtype), torch.zeros(64, device=device)
     library = library_of(device)
     assert library is not None, "torch has brought no cuBLASLt"
-    problem = Problem(library, num_rows, outputs, inputs, inputs, dtype)
+    problem = Problem(library, num_rows, outputs, inputs, inputs)
 
     def chain(multiply: Callable[[Any, Any], Any]) -> Callable[[], None]:
         def run() -> None:
@@ -92,13 +96,15 @@ def measure(num_rows: int, outputs: int, inputs: int) -> Offer | None:
     products = [problem.product(i) for i in range(len(problem.offers))]
     graphs = [captured(chain(F.linear)), *(captured(chain(one.multiply)) for one in products)]
     torchs, *times = [time / len(weights) for time in times_in_turns(graphs)]
-    best = min(range(len(times)), key=times.__getitem__)
-    others = sorted(zip(times, problem.offers, strict=True))[:4]
-    told = ", ".join(f"{time:.2f} tile {offer.tile} splits {offer.splits}" for time, offer in others)
-    rate = weight_bytes / min(times) / 1e6
-    print(f"{num_rows:4} x {outputs} x {inputs}: torch {torchs:.2f} us; {told}; {rate:.2f} TB/s", flush=True)
-    is_unique = problem.offers.index(problem.offers[best]) == best
-    return problem.offers[best] if best > 0 and is_unique and times[best] < WON * min(torchs, times[0]) else None
+    # An offer is found again by its tile and splits: of several alike the first.
+    known = dict(reversed(list(zip(problem.offers, times, strict=True))))
+    fastest_first = sorted(known, key=known.__getitem__)
+    told = ", ".join(f"{known[one]:.2f} tile {one.tile} splits {one.splits}" for one in fastest_first[:4])
+    best = fastest_first[0]
+    print(
+        f"{num_rows:4} x {outputs} x {inputs}: torch {torchs:.2f} us; {told}; {weight_bytes / known[best] / 1e6:.2f} TB/s"
+    )
+    return best if known[best] < WON * torchs else None
 
 
 def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:

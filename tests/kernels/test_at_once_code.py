@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from rigs.kernels.batches import Layer, Recurrent, Row, make_batch
-from rigs.kernels.compiled import compile_launches, on_meta
+from rigs.kernels.compiled import compile_launches, on_meta, scans_of_repeated_columns
 from rigs.kernels.kda_batches import KdaLayer, make_kda_batch
 from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import Path
@@ -57,3 +57,15 @@ def test_every_kind_of_short_rows_is_compiled_right(gates: bool, norms: bool, mo
     moved = batch.replaced(**{name: on_meta(value) for name, value in vars(batch).items()})
     (kernel,) = compile_launches(monkeypatch, moved.run_public)
     assert "mma.sync" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize(("threads", "is_wrong"), [("[2, 16]", True), ("[4, 8]", False)])
+def test_a_scan_is_found_in_which_threads_hold_a_column_twice(threads: str, is_wrong: bool) -> None:
+    ttgir = f"""#blocked = #ttg.blocked<{{sizePerThread = [1, 1], threadsPerWarp = {threads}, warpsPerCTA = [1, 1], order = [1, 0]}}>
+      %sums = "tt.scan"(%gates) <{{axis = 0 : i32, reverse = false}}> ({{
+      ^bb0(%one: f32, %other: f32):
+        %both = arith.addf %one, %other : f32
+        tt.scan.return %both : f32
+      }}) : (tensor<8x8xf32, #blocked>) -> tensor<8x8xf32, #blocked>
+"""
+    assert bool(scans_of_repeated_columns(ttgir)) == is_wrong

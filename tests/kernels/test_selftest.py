@@ -21,6 +21,7 @@ from deltaline_kernels import (
     gated_delta,
     gated_rms_norm,
     kda,
+    linear,
     mamba1,
     mamba2,
     mhc_post_pre,
@@ -156,6 +157,19 @@ def test_selftest_takes_weights_in_fp8(path: Path) -> None:
     checks = run_selftest(path.device, path.dtype, recurrence="attention", fp8_sizes=((200, 300), (128, 64)))
     assert [check for check in checks if not check.ok] == []
     assert {check.name.split(",")[0] for check in checks} == families("attention", "fp8")
+
+
+def test_selftest_takes_products_that_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_selftest, "FASTEST", {(3, 80, 24): (1, 1), (5, 80, 24): (1, 1), (2, 24, 40): (1, 1)})
+    sizes: dict[str, Any] = {"recurrence": "attention", "hidden": 24, "mlp_dim": 40}
+    products = [check.name for check in run_selftest("cpu", **sizes) if check.name.startswith("linear") and check.ok]
+    assert products[:3] == [
+        "linear, 3 rows of 24, random",
+        "linear, 5 rows of 24, random",
+        "linear, 2 rows of 40, random",
+    ]
+    monkeypatch.setattr(block_selftest, "linear", shifted(block_selftest.linear))
+    assert {check.name.split(",")[0] for check in run_selftest("cpu", **sizes) if not check.ok} == {"linear"}
 
 
 def unscaled_fp8(x: Tensor, weight: Tensor, scales: Tensor, out: Tensor) -> None:

@@ -96,7 +96,8 @@ def _read_suite(path: Path, run: RunRecord) -> Record:
     device = dict(run.device)
     ran_on = _in_words(device.pop("name"), device)
     timed = {side.name.partition(",")[0] for case in run.cases for side in case.sides if side.median_us is not None}
-    peers = [f"{name} ({version})" for name, version in run.peers.items() if name.lower() in map(str.lower, timed)]
+    named = {name.lower().replace("-", "_") for name in timed}
+    peers = [f"{name} ({version})" for name, version in run.peers.items() if name.lower().replace("-", "_") in named]
     ran_on += f"; beside {', '.join(peers)}" if peers else ""
     lines = tuple(_of_case(case, run.copy_bytes_per_s) for case in run.cases)
     return Record(

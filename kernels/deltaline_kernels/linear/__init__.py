@@ -1,15 +1,14 @@
-"""Products with plain weights: of few 16-bit rows on a Hopper GPU by an algorithm of our choice, else by torch."""
+"""Products with plain weights: by torch, but for few bf16 rows of shapes that a Hopper GPU multiplies faster."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, check_tensor
+from deltaline_kernels.linear.fastest import FASTEST
 from deltaline_kernels.linear.reference import linear_reference
 from deltaline_kernels.operators import operator
 
-# Rows of the batches that servers capture graphs of, of which each has an algorithm of its own.
-FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Bytes, of where tensors begin: cuBLASLt's algorithms rely on it unless told otherwise.
 ALIGNMENT = 256
 
@@ -24,10 +23,9 @@ def _fake(x: Tensor, weight: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T.
 
-    So many rows as FEW_ROWS has, of 16 bits, are multiplied on a Hopper GPU by cuBLASLt, sums in fp32, rounded once:
-    by that of its algorithms which `plan.choose` prefers, the same one on every machine with the same library. A row's
-    bits depend on how many rows there are, not on the others. Everything else is torch's, by its own settings. Does not
-    wait for the device.
+    By torch and its own settings, with one exception: on a Hopper GPU bf16 shapes that `linear/fastest.py` has, of
+    tensors that begin at multiples of ALIGNMENT, are multiplied by cuBLASLt by the algorithm that is named there, sums
+    in fp32, rounded once. A row's bits don't depend on the others of as many. Does not wait for the device.
 
     Args:
         x: `[T, K]` fp32, bf16 or fp16; a row stride is fine. T may be 0.
@@ -41,19 +39,19 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     check_tensor("x", x, (None, None), ACTIVATIONS, None, row_stride=True)
     check_tensor("weight", weight, (None, x.shape[1]), (x.dtype,), x.device)
-    if _has_choice(x, weight):
+    if (x.shape[0], *weight.shape) in FASTEST and _may_choose(x, weight):
         from deltaline_kernels.linear.cublaslt import find_product  # which loads a library of CUDA's
 
-        stride = max(x.stride(0), x.shape[1])  # that of one row says nothing
-        product = find_product(x.shape[0], weight.shape[0], x.shape[1], stride, x.dtype, x.device)
-        if product is not None:
-            return product.multiply(x, weight)
+        stride = x.shape[1] if x.shape[0] == 1 else x.stride(0)
+        with torch.cuda.device(x.device):
+            product = find_product(x.shape[0], weight.shape[0], x.shape[1], stride, x.device)
+            if product is not None:
+                return product.multiply(x, weight)
     return F.linear(x, weight)
 
 
-def _has_choice(x: Tensor, weight: Tensor) -> bool:
-    """Return whether plans know a product."""
-    if x.device.type == "cpu" or x.shape[0] not in FEW_ROWS or x.dtype == torch.float32 or 0 in weight.shape:
+def _may_choose(x: Tensor, weight: Tensor) -> bool:
+    """Return whether operands are as those were that were measured."""
+    if x.device.type != "cuda" or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
-    is_aligned = x.data_ptr() % ALIGNMENT == weight.data_ptr() % ALIGNMENT == 0
-    return is_aligned and torch.cuda.get_device_capability(x.device)[0] == 9
+    return x.data_ptr() % ALIGNMENT == weight.data_ptr() % ALIGNMENT == 0

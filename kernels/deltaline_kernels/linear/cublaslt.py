@@ -1,4 +1,4 @@
-"""cuBLASLt by ctypes: torch takes the first algorithm that it offers for a product, and lets nobody choose.
+"""cuBLASLt by ctypes: torch lets nobody choose among the algorithms that it offers for a product.
 
 Matrices of cuBLAS lie by columns: `[T, N]` by rows is `[N, T]` to it, and y = x @ weight.T is y' = weight x'.
 """
@@ -16,8 +16,7 @@ from torch import Tensor
 from deltaline_kernels.linear.plan import Offer, choose
 
 # Of cublasLt.h, library_types.h and cublas_api.h.
-_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
-_COMPUTE_32F, _OP_T = 68, 1
+_R_32F, _R_16BF, _COMPUTE_32F, _OP_T = 0, 14, 68, 1
 _DESC_TRANSA = 3
 _MOST_WORKSPACE, _REDUCTIONS = 1, 3
 _TILE, _SPLITS = 1, 2
@@ -44,21 +43,18 @@ class CublasError(RuntimeError):
 
 
 class Problem:
-    """y = x @ weight.T of one shape on one device, and what cuBLASLt offers for it.
+    """y = x @ weight.T in bf16 of one shape on one device, and what cuBLASLt offers for it.
 
     offers: the best by its own judgement first; none where it has no algorithm.
     """
 
-    def __init__(
-        self, library: Library, num_rows: int, outputs: int, inputs: int, row_stride: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, library: Library, num_rows: int, outputs: int, inputs: int, row_stride: int) -> None:
         self.library, self.outputs = library, outputs
-        self.operation = library.create("MatmulDesc", _COMPUTE_32F, _TYPES[torch.float32])
+        self.operation = library.create("MatmulDesc", _COMPUTE_32F, _R_32F)
         library.set("MatmulDesc", self.operation, _DESC_TRANSA, c_int(_OP_T))
-        kind = _TYPES[dtype]
-        self.weight = library.create("MatrixLayout", kind, c_uint64(inputs), c_uint64(outputs), c_int64(inputs))
-        self.x = library.create("MatrixLayout", kind, c_uint64(inputs), c_uint64(num_rows), c_int64(row_stride))
-        self.y = library.create("MatrixLayout", kind, c_uint64(outputs), c_uint64(num_rows), c_int64(outputs))
+        self.weight = library.create("MatrixLayout", _R_16BF, c_uint64(inputs), c_uint64(outputs), c_int64(inputs))
+        self.x = library.create("MatrixLayout", _R_16BF, c_uint64(inputs), c_uint64(num_rows), c_int64(row_stride))
+        self.y = library.create("MatrixLayout", _R_16BF, c_uint64(outputs), c_uint64(num_rows), c_int64(outputs))
         self._found = self._find()
         self.offers = [Offer(self._read(one, _TILE), self._read(one, _SPLITS)) for one in self._found]
 
@@ -86,14 +82,14 @@ class Problem:
 
 
 class Product:
-    """y = x @ weight.T of one shape on one device, by one algorithm."""
+    """y = x @ weight.T in bf16 of one shape on one device, by one algorithm."""
 
     def __init__(self, problem: Problem, found: _Heuristic) -> None:
-        self._problem, self._found = problem, found
+        self.problem, self._found = problem, found
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the product `[T, N]`, computed on the current stream."""
-        problem, found = self._problem, self._found
+        problem, found = self.problem, self._found
         y = x.new_empty(x.shape[0], problem.outputs)
         # Of the allocator, which keeps it from other streams' work, and in a graph from other graphs'.
         workspace = torch.empty(found.workspace, dtype=torch.uint8, device=x.device)
@@ -160,12 +156,11 @@ def library_of(device: torch.device) -> Library | None:
 
 
 @cache
-def find_product(
-    num_rows: int, outputs: int, inputs: int, row_stride: int, dtype: torch.dtype, device: torch.device
-) -> Product | None:
-    """Return the product of a shape on a device; None where there is no library, or it has no algorithm."""
+def find_product(num_rows: int, outputs: int, inputs: int, row_stride: int, device: torch.device) -> Product | None:
+    """Return the product of bf16 by the algorithm that plans name for the shape; None where it can't be had."""
     library = library_of(device)
     if library is None:
         return None
-    problem = Problem(library, num_rows, outputs, inputs, row_stride, dtype)
-    return problem.product(choose(num_rows, outputs, inputs, problem.offers)) if problem.offers else None
+    problem = Problem(library, num_rows, outputs, inputs, row_stride)
+    chosen = choose(num_rows, outputs, inputs, problem.offers)
+    return None if chosen is None else problem.product(chosen)

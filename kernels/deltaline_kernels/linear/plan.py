@@ -1,4 +1,4 @@
-"""Which of cuBLASLt's algorithms multiplies few rows: the one that a measurement found fastest, else cuBLASLt's first.
+"""Which of cuBLASLt's algorithms multiplies few rows: the one that a measurement found fastest.
 
 A choice by a measurement at each start would differ from server to server, and with it the bits of what moves.
 """
@@ -17,7 +17,7 @@ class Offer(NamedTuple):
     splits: int
 
 
-def choose(num_rows: int, outputs: int, inputs: int, offers: Sequence[Offer]) -> int:
-    """Return the place of the one that multiplies `[T, K]` by `[N, K]`, of at least one offer."""
+def choose(num_rows: int, outputs: int, inputs: int, offers: Sequence[Offer]) -> int | None:
+    """Return the place of the one that multiplies `[T, K]` by `[N, K]`; None where the table's is not offered."""
     fastest = FASTEST.get((num_rows, outputs, inputs))
-    return 0 if fastest is None or fastest not in offers else offers.index(Offer(*fastest))
+    return None if fastest is None or fastest not in offers else offers.index(Offer(*fastest))

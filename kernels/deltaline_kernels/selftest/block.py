@@ -1,12 +1,15 @@
-"""What the self-test computes of what blocks have around their products: residuals, norms, and an MLP's activation."""
+"""What the self-test computes of blocks: residuals, norms, an MLP's activation, and products that are not torch's."""
 
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from deltaline_kernels.activation import silu_and_mul, silu_and_mul_reference
+from deltaline_kernels.linear import linear, linear_reference
+from deltaline_kernels.linear.fastest import FASTEST
 from deltaline_kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from deltaline_kernels.selftest.shapes import Compared, Fills
+from deltaline_kernels.selftest.shapes import Compared, Fill, Fills
 
 NUM_TOKENS, EPS, SCALE = 40, 1e-6, 0.5
 
@@ -29,3 +32,16 @@ def compare_block(fills: Fills, hidden: int, mlp_dim: int, limit: float, dtype: 
         if mlp_dim:
             gate_up = fill(NUM_TOKENS, 2 * mlp_dim).to(dtype)
             yield f"activation, {kind}", [silu_and_mul(gate_up, limit)], [silu_and_mul_reference(gate_up, limit)]
+            for name, y, product in compare_products(fill, hidden, mlp_dim, dtype):
+                yield f"{name}, {kind}", [y], [product]
+
+
+def compare_products(fill: Fill, hidden: int, mlp_dim: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield name, product and reference of an MLP's products of as many rows as the table of algorithms has."""
+    for outputs, inputs in ((2 * mlp_dim, hidden), (hidden, mlp_dim)):
+        counts = [num_rows for num_rows, *size in FASTEST if size == [outputs, inputs]]
+        if counts:
+            weight = (fill(outputs, inputs) / inputs).to(dtype)
+            for num_rows in counts:
+                x = fill(num_rows, inputs).to(dtype)
+                yield f"linear, {num_rows} rows of {inputs}", linear(x, weight), linear_reference(x, weight)

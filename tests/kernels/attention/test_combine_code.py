@@ -36,6 +36,8 @@ def test_a_program_asks_its_own_row_before_it_waits(monkeypatch: pytest.MonkeyPa
     code = kernel.asm["ttir"]
     look = code[code.index("scf.for") : code.index("scf.if")]
     assert "wait" not in look and "wait" in code
+    # One program waits in any case: who waits for this launch waits for the attention.
+    assert kernel.asm["ptx"].count("griddepcontrol.wait") == 2
     # One number each, and none of other rows.
     assert set(re.findall(r"tt\.load .* : (\S+)", look)) <= {"!tt.ptr<i32>", "tensor<1x!tt.ptr<i32>>"}
     loaded = set[str]()

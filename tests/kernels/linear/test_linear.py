@@ -1,4 +1,4 @@
-"""Products with plain weights: against fp64, of any rows, by the algorithms that are chosen for few on a GPU."""
+"""Products with plain weights: against fp64, of any rows, by the algorithms that are chosen on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from rigs.kernels.tolerance import assert_close
 from torch import Tensor
 
 from deltaline_kernels import linear, linear_reference
-from deltaline_kernels.linear import ALIGNMENT, FEW_ROWS
+from deltaline_kernels.linear import cublaslt
+from deltaline_kernels.linear.fastest import FASTEST
+from deltaline_kernels.linear.plan import Offer
 
 # [N, K]: whole tiles, parts of tiles, many inputs for few outputs, and sizes of which 16 bytes are no multiple.
 SIZES = ((512, 256), (1000, 200), (96, 4096), (257, 72), (33, 31))
@@ -63,11 +65,11 @@ def test_wrong_arguments_are_named(change: dict[str, Any], error: type[Exception
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", FEW_ROWS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_few_rows_take_what_was_chosen(num_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltaline_kernels.linear import cublaslt
-
+@pytest.mark.parametrize("shape", FASTEST, ids=str)
+def test_what_was_measured_is_taken(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a Hopper GPU: with another library than the one that was measured, the table has to be written anew."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the table is for Hopper GPUs")
     made: list[Any] = []
     multiply: Callable[..., Tensor] = cublaslt.Product.multiply
 
@@ -76,18 +78,22 @@ def test_few_rows_take_what_was_chosen(num_rows: int, dtype: torch.dtype, monkey
         return multiply(product, *args)
 
     monkeypatch.setattr(cublaslt.Product, "multiply", counted)
-    path = Path("cuda", dtype)
-    for outputs, inputs in ((5120, 6144), (16480, 5120), (5120, 17408), (2048, 4096)):
-        x, weight = draw(path, num_rows, inputs), draw(path, outputs, inputs)
-        got, shift = check(x, weight), num_rows // 3
-        assert made, "torch multiplied what plans know"
-        # A row's bits are the same at every place and beside every other.
-        assert same_bits(linear(x.roll(shift, 0), weight).roll(-shift, 0), got)
-        others = torch.where(torch.arange(num_rows, device="cuda")[:, None] == num_rows - 1, x, torch.randn_like(x))
-        assert same_bits(linear(others, weight)[-1], got[-1])
-        made.clear()
-    linear(draw(path, num_rows, 264)[:, 4:260], draw(path, 512, 256))
-    assert not made and ALIGNMENT > 8, "what begins anywhere is torch's"
+    path, (num_rows, outputs, inputs) = Path("cuda", torch.bfloat16), shape
+    x, weight = draw(path, num_rows, inputs), draw(path, outputs, inputs)
+    got, shift = check(x, weight), num_rows // 3
+    assert made and Offer(*FASTEST[shape]) in made[0].problem.offers
+    # A row's bits are the same at every place and beside every other.
+    assert same_bits(linear(x.roll(shift, 0), weight).roll(-shift, 0), got)
+    others = torch.where(torch.arange(num_rows, device="cuda")[:, None] == num_rows - 1, x, torch.randn_like(x))
+    assert same_bits(linear(others, weight)[-1], got[-1])
+    wide = torch.zeros(num_rows, inputs + 128, dtype=torch.bfloat16, device="cuda")
+    wide[:, :inputs] = x
+    assert same_bits(check(wide[:, :inputs], weight), got)
+    made.clear()
+    wide[:, 4 : inputs + 4] = x
+    check(wide[:, 4 : inputs + 4], weight)
+    check(x.half(), weight.half())
+    assert not made, "what begins anywhere, and fp16, is torch's"
 
 
 @pytest.mark.gpu
@@ -104,3 +110,9 @@ def test_nothing_waits_and_a_graph_follows_what_its_tensors_hold(num_rows: int) 
         x.copy_(torch.randn_like(x))
 
     check_replay(lambda: [linear(x, weight)], [], change)
+
+
+def test_tensors_without_memory_have_products_too() -> None:
+    num_rows, outputs, inputs = next(iter(FASTEST))
+    x = torch.empty(num_rows, inputs, dtype=torch.bfloat16, device="meta")
+    assert linear(x, torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")).shape == (num_rows, outputs)
