@@ -29,7 +29,15 @@ def below(offsets, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    pointer, mask, o_v, V: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SUB: tl.constexpr, BLOCK_K: tl.constexpr
+    pointer,
+    mask,
+    o_v,
+    V: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    SUB: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ONCE: tl.constexpr = False,
 ):
     """Return the parts at `pointer` `[V, K]` from row o_v on, as they come; zero where `mask` is not set."""
     tile = ()
@@ -38,13 +46,23 @@ def load_tile(
         for j in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
             o_k = j * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             inside = mask & below(o_row, V, PARTS * SUB) & below(o_k, K, BLOCK_K)
-            tile = tile + (tl.load(pointer + o_row * K + o_k, mask=inside, other=0.0),)
+            p_x = pointer + o_row * K + o_k
+            policy: tl.constexpr = "evict_first" if ONCE else ""
+            tile = tile + (tl.load(p_x, mask=inside, other=0.0, eviction_policy=policy),)
     return tile
 
 
 @triton.jit
 def store_tile(
-    pointer, tile, o_v, V: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SUB: tl.constexpr, BLOCK_K: tl.constexpr
+    pointer,
+    tile,
+    o_v,
+    V: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    SUB: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ONCE: tl.constexpr = False,
 ):
     """Write the parts to `pointer` `[V, K]` from row o_v on."""
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -56,7 +74,7 @@ def store_tile(
             o_k = j * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             value = tile[r * BLOCKS + j].to(pointer.dtype.element_ty)
             inside = below(o_row, V, PARTS * SUB) & below(o_k, K, BLOCK_K)
-            tl.store(pointer + o_row * K + o_k, value, mask=inside)
+            tl.store(pointer + o_row * K + o_k, value, mask=inside, eviction_policy="evict_first" if ONCE else "")
 
 
 @triton.jit
@@ -70,6 +88,26 @@ def load_key(pointer, mask, K: tl.constexpr, SUB: tl.constexpr, BLOCK_K: tl.cons
         else:
             key = key + (tl.load(pointer + o_k, mask=mask & (o_k < K), other=0.0),)
     return key
+
+
+@triton.jit
+def hand_out(key, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr, LEVELS: tl.constexpr):
+    """Return a key `[BLOCK_K * 2 ** LEVELS]`, of which each thread has values of its own, as SUB rows have it.
+
+    A tuple of the first BLOCKS blocks, `[SUB, BLOCK_K]` each: one exchange through shared memory.
+    """
+    blocks = (key,)
+    for level in tl.static_range(LEVELS):
+        halves = ()
+        for j in tl.static_range(1 << level):
+            apart = tl.permute(tl.reshape(blocks[j], (2, BLOCK_K << (LEVELS - 1 - level))), (1, 0))
+            low, high = tl.split(apart)
+            halves = halves + (low, high)
+        blocks = halves
+    rows = ()
+    for j in tl.static_range(BLOCKS):
+        rows = rows + (tl.broadcast_to(blocks[j][None, :], (SUB, BLOCK_K)),)
+    return rows
 
 
 @triton.jit

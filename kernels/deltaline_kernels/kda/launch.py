@@ -8,16 +8,21 @@ from torch import Tensor
 
 from deltaline_kernels.device.delta_rule.at_once import can_verify
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
-from deltaline_kernels.device.delta_rule.recurrent import launch_recurrent
+from deltaline_kernels.device.delta_rule import recurrent
+from deltaline_kernels.kda import recurrent as keyed
 from deltaline_kernels.kda.chunk import LARGEST_KEY, launch_chunk
 from deltaline_kernels.kda.verify import launch_verify
 from deltaline_kernels.rows import Rows, StateLines
+
+# For the moment: channels handed out (True), or found by every row (False).
+HANDED_OUT = True
 
 
 def kda_triton(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
     """Write the rows' outputs to o `[T, HV, V]`; mutates `lines`. Arguments are validated by the caller."""
     in_chunks = inputs.dtype != torch.float32 and inputs.heads.key_dim <= LARGEST_KEY
     short = rows.short()
+    launch_recurrent = keyed.launch_recurrent if HANDED_OUT else recurrent.launch_recurrent
     launch_short = launch_verify if can_verify(inputs, lines, short) else launch_recurrent
     launch_short(inputs, lines, short, o)
     launch_long = launch_chunk if in_chunks else launch_recurrent

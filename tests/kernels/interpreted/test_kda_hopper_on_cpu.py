@@ -20,6 +20,9 @@ hopper_chunk = pytest.importorskip("deltaline_kernels.kda.hopper_chunk", reason=
 transform = pytest.importorskip("deltaline_kernels.kda.transform", reason="triton is not installed")
 hopper_transform = pytest.importorskip("deltaline_kernels.kda.hopper_transform", reason="triton is not installed")
 
+hopper_pairs = pytest.importorskip("deltaline_kernels.kda.hopper_pairs", reason="triton is not installed")
+
+PAD = 16
 HALF = InterpretedPath("cpu", torch.float16)
 LAYER = KdaLayer(H=1, HV=2, K=64, V=64)
 WALKED = [Row(1), Row(200, replayed=2, half=1), Row(64, skipped=True), Row(128, to="nowhere")]
@@ -32,6 +35,9 @@ def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (chunk, transform):
         monkeypatch.setattr(module, "on_hopper", lambda *_: True)
     monkeypatch.setattr(hopper_transform, "pair_kernel", OnCpu(hopper_transform.pair_kernel))
+    monkeypatch.setattr(hopper_pairs, "pair_kernel", OnCpu(hopper_pairs.pair_kernel))
+    # So that a program has several chunks.
+    monkeypatch.setattr(hopper_pairs, "PROGRAMS", 3)
     monkeypatch.setattr(hopper_chunk, "walk_kernel", OnCpu(hopper_chunk.walk_kernel))
 
 
@@ -39,7 +45,7 @@ def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_walk_matches_the_reference(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_rows(monkeypatch, chunk, length)
     layer = KdaLayer(H=1, HV=2, K=128, V=64, lower_bound=-5.0)
-    batch = make_kda_batch(ROWS, HALF, layer, max_short=1, padding=ALIGNED)
+    batch = make_kda_batch(ROWS, HALF, layer, max_short=1, padding=PAD)
     check_against_reference(batch, HALF, torch.float16)
 
 
@@ -49,7 +55,7 @@ def test_pairs_that_are_far_apart_count(bound: float | None, dtype: torch.dtype)
 
 
 def test_walk_writes_lines_where_they_lie() -> None:
-    check_written_elsewhere(make_kda_batch(ROWS, HALF, LAYER, max_short=1, padding=ALIGNED))
+    check_written_elsewhere(make_kda_batch(ROWS, HALF, LAYER, max_short=1, padding=PAD))
 
 
 @pytest.mark.parametrize("length", [0, 64], ids=["whole", "parts"])
@@ -57,7 +63,7 @@ def test_row_in_chunks_does_not_depend_on_its_neighbours(length: int, monkeypatc
     """Also those that share its last tile."""
     cut_rows(monkeypatch, chunk, length)
     rows = [Row(30), Row(100, replayed=1), Row(65, fresh=True), Row(64)]
-    check_rows_are_apart(lambda: make_kda_batch(rows, HALF, LAYER, padding=ALIGNED), rows, HALF)
+    check_rows_are_apart(lambda: make_kda_batch(rows, HALF, LAYER, padding=PAD), rows, HALF)
 
 
 @pytest.mark.parametrize("length", [0, 64, 128], ids=["whole", "parts-of-64", "parts-of-128"])
@@ -65,5 +71,5 @@ def test_a_waypoint_is_what_the_tokens_before_it_leave(length: int, monkeypatch:
     """In parts with a state of 16 bits, which is rounded where it is stored."""
     dtype = torch.bfloat16 if length else torch.float32
     cut_rows(monkeypatch, chunk, length)
-    make = partial(make_kda_batch, WALKED, HALF, LAYER, state_dtype=dtype, padding=ALIGNED)
+    make = partial(make_kda_batch, WALKED, HALF, LAYER, state_dtype=dtype, padding=PAD)
     check_waypoints(make, HALF, partial(leave_states, HALF), WALKED, WALKED_PLACES)
