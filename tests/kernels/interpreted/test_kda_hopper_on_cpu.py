@@ -21,6 +21,7 @@ transform = pytest.importorskip("deltaline_kernels.kda.transform", reason="trito
 hopper_transform = pytest.importorskip("deltaline_kernels.kda.hopper_transform", reason="triton is not installed")
 
 hopper_pairs = pytest.importorskip("deltaline_kernels.kda.hopper_pairs", reason="triton is not installed")
+hopper_stacked = pytest.importorskip("deltaline_kernels.kda.hopper_stacked", reason="triton is not installed")
 
 PAD = 16
 HALF = InterpretedPath("cpu", torch.float16)
@@ -35,9 +36,10 @@ def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (chunk, transform):
         monkeypatch.setattr(module, "on_hopper", lambda *_: True)
     monkeypatch.setattr(hopper_transform, "pair_kernel", OnCpu(hopper_transform.pair_kernel))
-    monkeypatch.setattr(hopper_pairs, "pair_kernel", OnCpu(hopper_pairs.pair_kernel))
-    # So that a program has several chunks.
-    monkeypatch.setattr(hopper_pairs, "PROGRAMS", 3)
+    for module in (hopper_pairs, hopper_stacked):
+        monkeypatch.setattr(module, "pair_kernel", OnCpu(module.pair_kernel))
+        # So that a program has several chunks.
+        monkeypatch.setattr(module, "PROGRAMS", 3)
     monkeypatch.setattr(hopper_chunk, "walk_kernel", OnCpu(hopper_chunk.walk_kernel))
 
 

@@ -1,0 +1,344 @@
+"""What transform.py's `_transform` finds, for Hopper, in Gluon: the same products, asynchronous.
+
+A program has one chunk of a head after another, with the next one's tokens on their way to shared memory: it has a
+multiprocessor to itself, and what it waits for nobody else fills. A thread has two key channels of a block of 8 tokens:
+what their gates add up to is its own. k and q are one left operand of 128 rows, so that each product reads its right one
+half as often. Pairs of 16 tokens are cut as transform.py says; where log decays have a bound, they are one product, as then
+what 8 tokens leave has an inverse. Only for keys of 64 or 128.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from deltaline_kernels.device.chunks import FAR, ROWS_AT_ONCE
+from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
+from deltaline_kernels.device.hopper import barrier
+from deltaline_kernels.kda.plan import CHUNK, PROGRAMS
+from deltaline_kernels.rows import Rows
+
+KEYS = (64, 128)
+# Log decays of at least that: e^40 of 8 tokens is far from the bounds of bf16.
+LOWEST_BOUND = -5.0
+# What decays by more than 2^-40 in one token no longer counts beside anything; so that sums of gates stay small enough
+# for their differences.
+STRONGEST = gl.constexpr(-40.0)
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def _add(x, y):
+    return x + y
+
+
+@gluon.jit
+def _find_chunk(control, num_rows, i_slot, CHUNK: gl.constexpr, WARPS: gl.constexpr):
+    """Return what device/chunks.py's `find_chunk` does."""
+    o_row = gl.arange(0, ROWS_AT_ONCE, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
+    i_row, begin, end = -1, 0, FAR
+    for known in range(0, num_rows + 1, ROWS_AT_ONCE):
+        starts = gl.load(control + known + o_row, mask=known + o_row <= num_rows, other=FAR)
+        is_before = starts // CHUNK + known + o_row <= i_slot
+        i_row += gl.sum(is_before.to(gl.int32), 0)
+        begin = gl.maximum(begin, gl.max(gl.where(is_before, starts, 0), 0))
+        end = gl.minimum(end, gl.min(gl.where(is_before, FAR, starts), 0))
+    first = (i_slot - i_row - begin // CHUNK) * CHUNK + begin
+    return first, end, (i_row >= 0) & (i_row < num_rows) & (first < end)
+
+
+@gluon.jit
+def _begin_tokens(
+    buffers, tokens, gates, strides, control, num_rows, place, num_places, sizes: gl.constexpr, copied: gl.constexpr
+):
+    """Begin to copy q, k and a of the chunk and head at `place` to `buffers`; return the chunk's number of tokens.
+
+    If there is no chunk it is 0. Tokens behind the chunk are zeros.
+    """
+    H: gl.constexpr = sizes[0]
+    HV: gl.constexpr = sizes[1]
+    ALIGNED: gl.constexpr = sizes[2]
+    BLOCKS: gl.constexpr = buffers[0].shape[0]
+    K: gl.constexpr = buffers[0].shape[2]
+    i_hv = place % HV
+    i_h = i_hv // (HV // H)
+    first, end, is_here = _find_chunk(control, num_rows, place // HV, BLOCKS * 8, sizes[3])
+    num_tokens = gl.where(is_here & (place < num_places), end - first, 0)
+    o_b = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, copied)))[:, None, None]
+    o_t = o_b * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, copied)))[None, :, None]
+    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, gl.SliceLayout(1, copied)))[None, None, :]
+    inside = (o_t < num_tokens) & (o_k >= 0)
+    p_q = tokens[0] + first.to(gl.int64) * strides[0] + i_h * K + (o_t * strides[0] + o_k)
+    p_k = tokens[1] + first.to(gl.int64) * strides[1] + i_h * K + (o_t * strides[1] + o_k)
+    p_a = gates[0] + first.to(gl.int64) * strides[2] + i_hv * K + (o_t * strides[2] + o_k)
+    if ALIGNED:
+        async_copy.async_copy_global_to_shared(buffers[0], p_q, mask=inside)
+        async_copy.async_copy_global_to_shared(buffers[1], p_k, mask=inside)
+        async_copy.async_copy_global_to_shared(buffers[2], p_a, mask=inside)
+        async_copy.commit_group()
+    else:
+        buffers[0].store(gl.load(p_q, mask=inside, other=0.0))
+        buffers[1].store(gl.load(p_k, mask=inside, other=0.0))
+        buffers[2].store(gl.load(p_a, mask=inside, other=0.0))
+    return num_tokens
+
+
+@gluon.jit
+def _inverse_norms(buffer, eps, copied: gl.constexpr):
+    """Return 1 / |x| of the tokens in a buffer `[BLOCKS, 8, K]`."""
+    x = buffer.load(copied).to(gl.float32)
+    return gl.rsqrt(gl.sum(x * x, 2) + eps)
+
+
+@gluon.jit
+def _gate(a, rate, bias, bound, RAW: gl.constexpr):
+    """Return log decays, base 2; those of gates.py's `key_log_decay`."""
+    if RAW:
+        return a * LOG2_E
+    else:
+        x = (a + bias) * LOG2_E
+        if bound is None:
+            # Beside e^20 nobody sees the 1.
+            return -rate * gl.where(x > 30.0, x, gl.log2(1.0 + gl.exp2(x)))
+        else:
+            root = gl.rsqrt(1.0 + gl.exp2(-rate * x))
+            return (bound * LOG2_E) * root * root
+
+
+@gluon.jit
+def _store_left(left_s, b_k, b_q, left_over):
+    """Store k, then q `[BLOCKS, 8, K]`, times what is left of them, to the left operand of a product."""
+    CHUNK: gl.constexpr = left_s.shape[0] // 2
+    size: gl.constexpr = [CHUNK, left_s.shape[1]]
+    left_s.slice(0, CHUNK).store(gl.reshape((b_k * left_over).to(left_s.dtype), size))
+    left_s.slice(CHUNK, CHUNK).store(gl.reshape((b_q * left_over).to(left_s.dtype), size))
+
+
+@gluon.jit
+def _store_right(right_s, b_k, left_over):
+    """Store k `[BLOCKS, 8, K]` times what is left of it to the right operand of a product."""
+    right_s.store(gl.reshape((b_k * left_over).to(right_s.dtype), right_s.shape))
+
+
+@gluon.jit
+def _multiply_faded(left_s, right_s, b_k, b_q, left_over, mma: gl.constexpr):
+    """Return the products of k and of q with k, times what is left of them, `[2 * CHUNK, CHUNK]`."""
+    barrier()
+    _store_left(left_s, b_k, b_q, left_over)
+    _store_right(right_s, b_k, left_over)
+    fence_async_shared()
+    barrier()
+    CHUNK: gl.constexpr = right_s.shape[0]
+    zero = gl.zeros([2 * CHUNK, CHUNK], gl.float32, mma)
+    return warpgroup_mma(left_s, right_s.permute((1, 0)), zero, use_acc=False)
+
+
+@gluon.jit
+def _add_blocks(each, chosen, tile: gl.constexpr):
+    """Return for each block the sum of those of each `[1, BLOCKS, K]` that are chosen for it, `[BLOCKS, 1, K]`."""
+    # -0.0 adds nothing to anything: where all or none are chosen nothing is left of it.
+    picked = gl.sum(gl.where(chosen, each, -0.0), 1)
+    return gl.expand_dims(gl.convert_layout(picked, gl.SliceLayout(1, tile)), 1)
+
+
+# One compiled variant whatever rows a batch has: nothing is compiled while serving.
+@gluon.jit(do_not_specialize=["num_rows", "num_places"], do_not_specialize_on_alignment=["control"])
+def pair_kernel(
+    tokens,
+    gates,
+    control,
+    chunks,
+    num_rows,
+    num_places,
+    query_scale,
+    eps,
+    a_stride,
+    strides,
+    lower_bound,
+    H: gl.constexpr,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    CHUNK: gl.constexpr,
+    RAW: gl.constexpr,
+    NORM: gl.constexpr,
+    # What 8 tokens leave has an inverse.
+    SAFE: gl.constexpr,
+    # Copies of 16 bytes reach all tokens.
+    ALIGNED: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Find what chunks of heads are without a state before it; T's memory gets the lower half of A, fp16."""
+    BLOCKS: gl.constexpr = CHUNK // 8
+    tile: gl.constexpr = gl.BlockedLayout([1, 8, 2], [1, 1, 32], [BLOCKS, 1, WARPS // BLOCKS], [2, 1, 0])
+    pair: gl.constexpr = gl.BlockedLayout([1, BLOCKS, 2], [1, 1, 32], [BLOCKS, 1, WARPS // BLOCKS], [2, 1, 0])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, WARPS // 8], [16, CHUNK * 8 // WARPS, 16])
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    copied: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // K, K // 8], [BLOCKS, WARPS // BLOCKS, 1], [2, 1, 0])
+    sizes: gl.constexpr = (H, HV, ALIGNED, WARPS)
+    q, k, _ = tokens
+    a, _, A_log, dt_bias = gates
+    queries, keys, rests, all_scores, transforms, total = chunks
+    dtype: gl.constexpr = queries.dtype.element_ty
+    q_stride, k_stride, _ = strides
+    read = (q_stride, k_stride, a_stride)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    raw_q = gl.allocate_shared_memory(q.dtype.element_ty, [BLOCKS, 8, K], plain)
+    raw_k = gl.allocate_shared_memory(k.dtype.element_ty, [BLOCKS, 8, K], plain)
+    raw_a = gl.allocate_shared_memory(a.dtype.element_ty, [BLOCKS, 8, K], plain)
+    buffers = (raw_q, raw_k, raw_a)
+    f_s = gl.allocate_shared_memory(gl.float32, [BLOCKS, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    left_s = gl.allocate_shared_memory(dtype, [3, 2 * CHUNK, K], shared)
+    right_s = gl.allocate_shared_memory(dtype, [3, CHUNK, K], shared)
+    o_b = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, tile)))[:, None, None]
+    o_i = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, tile)))[None, :, None]
+    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, gl.SliceLayout(1, tile)))[None, None, :]
+    o_t = o_b * 8 + o_i
+    i_program, num_programs = gl.program_id(0), gl.num_programs(0)
+    following = _begin_tokens(buffers, tokens, gates, read, control, num_rows, i_program, num_places, sizes, copied)
+    for i in range(0, (num_places - i_program + num_programs - 1) // num_programs):
+        at = i_program + i * num_programs
+        num_tokens = following
+        async_copy.wait_group(0)
+        # Also what the last chunk's products read is free now.
+        barrier()
+        g = raw_a.load(tile).to(gl.float32)
+        b_q, b_k = raw_q.load(tile).to(gl.float32), raw_k.load(tile).to(gl.float32)
+        if NORM:
+            norm_q = _inverse_norms(raw_q, eps, copied) * query_scale
+            norm_k = _inverse_norms(raw_k, eps, copied)
+            b_q *= gl.convert_layout(norm_q, gl.SliceLayout(2, tile))[:, :, None]
+            b_k *= gl.convert_layout(norm_k, gl.SliceLayout(2, tile))[:, :, None]
+        else:
+            b_q *= query_scale
+        barrier()
+        then = at + num_programs
+        following = _begin_tokens(buffers, tokens, gates, read, control, num_rows, then, num_places, sizes, copied)
+        if num_tokens > 0:
+            i_hv = at % HV
+            rate, bias = 0.0, 0.0
+            if not RAW:
+                rate = gl.exp(gl.load(A_log + i_hv).to(gl.float32))
+                bias = gl.load(dt_bias + i_hv * K + o_k).to(gl.float32)
+            inside = (o_t < num_tokens) & (o_k >= 0)
+            g = _gate(g, rate, bias, lower_bound, RAW)
+            g = gl.where(inside, gl.where(g < STRONGEST, STRONGEST, g), 0.0)
+            # What gates add up to from a block's beginning.
+            sums = gl.associative_scan(g, 1, _add)
+            whole = gl.sum(g, 1)  # (BLOCKS, K)
+            f_s.store(whole)
+            whole = gl.expand_dims(whole, 1)
+            o_x = gl.arange(0, 2 * CHUNK, layout=gl.SliceLayout(1, mma))[:, None]
+            o_m = o_x % CHUNK
+            o_n = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, mma))[None, :]
+            apart = o_m ^ o_n
+            if SAFE:
+                # The middle of 16 tokens is where the second block begins.
+                since = sums - gl.where((o_b & 1) > 0, 0.0, whole)
+                _store_left(left_s.index(0), b_k, b_q, gl.exp2(since))
+                _store_right(right_s.index(0), b_k, gl.exp2(-since))
+            else:
+                products = _multiply_faded(left_s.index(0), right_s.index(0), b_k, b_q, 1.0, mma)
+                for level in gl.static_range(4):
+                    if level < 3:
+                        # All sums up to a block's middle are those at the last token before it.
+                        is_last = (o_i & ((2 << level) - 1)) == (1 << level) - 1
+                        marked = gl.reshape(gl.where(is_last, sums, 0.0), [BLOCKS, 4 >> level, 2 << level, K])
+                        middle = gl.expand_dims(gl.sum(marked, 2), 2)
+                        since = gl.reshape(sums, [BLOCKS, 4 >> level, 2 << level, K]) - middle
+                        since = gl.convert_layout(gl.reshape(since, [BLOCKS, 8, K]), tile)
+                    else:
+                        since = sums - gl.where((o_b & 1) > 0, 0.0, whole)
+                    left_over = gl.exp2(-gl.abs(since))
+                    near = _multiply_faded(left_s.index(0), right_s.index(0), b_k, b_q, left_over, mma)
+                    products = gl.where(apart >> level == 1, near, products)
+            barrier()
+            # What gates add up to from the chunk's beginning until a block begins, until the middles before it, in all.
+            each = gl.expand_dims(f_s.load(gl.SliceLayout(0, pair)), 0)
+            o_own = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, pair)))[:, None, None]
+            o_other = gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, gl.SliceLayout(2, pair)))[None, :, None]
+            before = _add_blocks(each, o_other < o_own, tile)
+            quarter = _add_blocks(each, o_other < o_own // 4 * 4 + 2, tile)
+            middle = _add_blocks(each, o_other < o_own * 0 + 4, tile)
+            last = _add_blocks(each, o_other < o_own * 0 + BLOCKS, tile)
+            place = at.to(gl.int64)
+            first_k = place * (CHUNK * K)
+            o_own = o_t * K + o_k
+            left_over = gl.exp2(sums + before)
+            gl.store(queries + first_k + o_own, (b_q * left_over).to(dtype))
+            gl.store(keys + first_k + o_own, (-b_k * left_over).to(dtype))
+            gl.store(rests + first_k + o_own, (b_k * gl.exp2(last - before - sums)).to(dtype))
+            gl.store(total + place * K + o_k + o_b * 0, gl.exp2(last), mask=o_b + o_k * 0 == 0)
+            left_over = gl.exp2(-gl.abs(sums + (before - quarter)))
+            _store_left(left_s.index(1), b_k, b_q, left_over)
+            _store_right(right_s.index(1), b_k, left_over)
+            left_over = gl.exp2(-gl.abs(sums + (before - middle)))
+            _store_left(left_s.index(2), b_k, b_q, left_over)
+            _store_right(right_s.index(2), b_k, left_over)
+            fence_async_shared()
+            barrier()
+            zero = gl.zeros([2 * CHUNK, CHUNK], gl.float32, mma)
+            k_t = right_s.index(1).permute((1, 0))
+            products_1 = warpgroup_mma(left_s.index(1), k_t, zero, use_acc=False, is_async=True)
+            k_t = right_s.index(2).permute((1, 0))
+            products_2 = warpgroup_mma(left_s.index(2), k_t, zero, use_acc=False, is_async=True)
+            if SAFE:
+                k_t = right_s.index(0).permute((1, 0))
+                products = warpgroup_mma(left_s.index(0), k_t, zero, use_acc=False, is_async=True)
+                products, products_1, products_2 = warpgroup_mma_wait(0, deps=[products, products_1, products_2])
+            else:
+                products_1, products_2 = warpgroup_mma_wait(0, deps=[products_1, products_2])
+            products = gl.where(apart < 16, products, gl.where(apart < 32, products_1, products_2))
+            o_pair = o_m * CHUNK + o_n
+            seen = o_m >= o_n
+            p_scores = all_scores + place * (CHUNK * CHUNK)
+            gl.store(p_scores + o_pair, gl.where(seen, products, 0.0).to(dtype), mask=(o_x >= CHUNK) & (o_n >= 0))
+            p_pairs = transforms.to(gl.pointer_type(gl.float16)) + place * (CHUNK * CHUNK)
+            gl.store(p_pairs + o_pair, products.to(gl.float16), mask=(o_x < CHUNK) & seen)
+
+
+def on_hopper(inputs: DeltaInputs) -> bool:
+    """Return whether the kernels for Hopper run where the inputs are, with keys of their size."""
+    # Triton's interpreter has no Gluon.
+    compiled = inputs.device.type != "cpu" and not triton.knobs.runtime.interpret
+    is_there = compiled and torch.cuda.get_device_capability(inputs.device)[0] == 9
+    return is_there and inputs.heads.key_dim in KEYS
+
+
+def launch_pairs(inputs: DeltaInputs, rows: Rows, chunks: tuple[Tensor, ...]) -> None:
+    """Write the chunks' matrices but T to `chunks`, and A where T will be."""
+    heads = inputs.heads
+    scale, eps, a_stride, _ = inputs.numbers
+    bound = inputs.lower_bound
+    warps = heads.key_dim // 8
+    num_places = chunks[0].shape[0] * heads.num_value_heads
+    pair_kernel[(min(num_places, PROGRAMS),)](
+        inputs.tokens,
+        inputs.gates,
+        rows.control,
+        chunks,
+        rows.num_rows,
+        num_places,
+        scale,
+        eps,
+        a_stride,
+        inputs.strides,
+        bound,
+        H=heads.num_key_heads,
+        HV=heads.num_value_heads,
+        K=heads.key_dim,
+        CHUNK=CHUNK,
+        RAW=inputs.A_log is None,
+        NORM=inputs.normalize,
+        SAFE=inputs.dtype == torch.bfloat16 and bound is not None and bound >= LOWEST_BOUND,
+        ALIGNED=all(map(_is_aligned, (inputs.q, inputs.k, inputs.a))),
+        WARPS=warps,
+        num_warps=warps,
+    )
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Return whether Triton knows that all rows of a tensor are at multiples of 16 bytes."""
+    return tensor.data_ptr() % 16 == 0 and tensor.stride(0) % 16 == 0
