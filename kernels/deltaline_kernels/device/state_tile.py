@@ -40,6 +40,7 @@ def load_tile(
     ONCE: tl.constexpr = False,
 ):
     """Return the parts at `pointer` `[V, K]` from row o_v on, as they come; zero where `mask` is not set."""
+    policy: tl.constexpr = "evict_first" if ONCE else ""
     tile = ()
     for r in tl.static_range(PARTS):
         o_row = o_v + r * SUB
@@ -47,7 +48,6 @@ def load_tile(
             o_k = j * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             inside = mask & below(o_row, V, PARTS * SUB) & below(o_k, K, BLOCK_K)
             p_x = pointer + o_row * K + o_k
-            policy: tl.constexpr = "evict_first" if ONCE else ""
             tile = tile + (tl.load(p_x, mask=inside, other=0.0, eviction_policy=policy),)
     return tile
 

@@ -2,9 +2,9 @@
 
 A program has one chunk of a head after another, with the next one's tokens on their way to shared memory: it has a
 multiprocessor to itself, and what it waits for nobody else fills. A thread has two key channels of a block of 8 tokens:
-what their gates add up to is its own. k and q are one left operand of 128 rows, so that each product reads its right one
-half as often. Pairs of 16 tokens are cut as transform.py says; where log decays have a bound, they are one product, as then
-what 8 tokens leave has an inverse. Only for keys of 64 or 128.
+what their gates add up to is its own. k and q are one left operand of 128 rows, so that each product reads its right
+one half as often. Pairs of 16 tokens are cut as transform.py says; where log decays have a bound, they are one product,
+as then what 8 tokens leave has an inverse. Only for keys of 64 or 128.
 """
 
 import torch

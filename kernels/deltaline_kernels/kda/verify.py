@@ -44,7 +44,7 @@ ROW_THREADS, LOAD_BYTES = 4, 16
 SUB = 16
 # Parts of the state per program, registers, and records that are loaded at once. Each program is one warp: several
 # would exchange operands. Measurements: docs/log.md.
-PARTS, MAX_REGISTERS, AT_ONCE = 1, 128, 2
+PARTS, MAX_REGISTERS, AT_ONCE = 1, 168, 3
 # For the moment: keys of records lie in the threads that load them (True), or in those of all rows (False).
 HANDED_OUT = True
 # For the moment: the row's decayed keys and queries are asked for before the state is waited for.
