@@ -12,7 +12,7 @@ from rigs.kernels.gluon_on_cpu import OnCpu
 from rigs.kernels.kda_batches import KdaLayer, make_kda_batch
 from rigs.kernels.paths import InterpretedPath
 from rigs.kernels.recurrence_checks import check_against_reference, check_rows_are_apart, check_written_elsewhere
-from rigs.kernels.walks import ALIGNED, cut_rows
+from rigs.kernels.walks import cut_rows
 from rigs.kernels.waypoint_checks import check_waypoints, leave_states
 
 chunk = pytest.importorskip("deltaline_kernels.kda.chunk", reason="triton is not installed")
@@ -23,6 +23,7 @@ hopper_transform = pytest.importorskip("deltaline_kernels.kda.hopper_transform",
 hopper_pairs = pytest.importorskip("deltaline_kernels.kda.hopper_pairs", reason="triton is not installed")
 hopper_stacked = pytest.importorskip("deltaline_kernels.kda.hopper_stacked", reason="triton is not installed")
 
+# Rows of q, k and v at multiples of 16 values: copies of 16 bytes reach all tokens.
 PAD = 16
 HALF = InterpretedPath("cpu", torch.float16)
 LAYER = KdaLayer(H=1, HV=2, K=64, V=64)
