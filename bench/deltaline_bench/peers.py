@@ -18,6 +18,8 @@ DISTRIBUTIONS = {
     "fla": "fla-core",
     "flag_gems": "flag-gems",
     "flash_kda": "flash-kda",
+    "mamba_ssm": "mamba-ssm",
+    "selective_scan_cuda": "mamba-ssm",
     "sglang": "sglang",
     "vllm": "vllm",
 }

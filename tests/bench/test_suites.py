@@ -27,7 +27,7 @@ from deltaline_bench.lora import cases as lora
 from deltaline_bench.lora.batch import Shape as Lora
 from deltaline_bench.mamba1 import cases as mamba1
 from deltaline_bench.mamba1.shape import Shape as Mamba1
-from deltaline_bench.mamba1.sides import VLLM
+from deltaline_bench.mamba1.sides import MAMBA_SSM, VLLM
 from deltaline_bench.mamba2 import cases as mamba2
 from deltaline_bench.mamba2.shape import Shape as Mamba2
 from deltaline_bench.mamba2.sides import cut_chunks
@@ -51,8 +51,13 @@ class OurPeers(Peers):
     """Peers whose functions are ours of the same names."""
 
     def load(self, module: str, name: str) -> Function:
-        if (module.partition(".")[0], name) in {("vllm", "selective_scan_fn"), ("vllm", "selective_scan_fwd")}:
-            name = "selective_scan_varlen"  # as ours is called, beside that of mamba-ssm
+        scans = {
+            "vllm": "selective_scan_varlen",
+            "mamba_ssm": "selective_scan_fn",
+            "selective_scan_cuda": "selective_scan_fn",
+        }
+        if "selective_scan" in f"{module}.{name}":
+            name = scans[module.partition(".")[0]]
         function = getattr(compat, name.removeprefix("_"), None)
         if function is None:
             raise PeerMissing("not installed")
@@ -113,7 +118,12 @@ SMALL: dict[str, tuple[Family[Any, Any], Any, set[str]]] = {
     "kda decode": (kda.FAMILY, keyed(Mode.DECODE, ONES, dtype=FLOAT), {"fla", "SGLang"}),
     "kda decode bf16 state": (kda.FAMILY, keyed(Mode.DECODE, ONES, dtype=FLOAT, state=torch.bfloat16), {"SGLang"}),
     "kda verify": (kda.FAMILY, keyed(Mode.VERIFY, THREES, dtype=FLOAT), {"decode"}),
-    "mamba1 prefill": (mamba1.FAMILY, scan(Mode.PREFILL, RAGGED), {"vLLM"}),
+    "mamba1 prefill": (mamba1.FAMILY, scan(Mode.PREFILL, RAGGED), {"vLLM", "vLLM, tokens contiguous"}),
+    "mamba1 prefill of even rows": (
+        mamba1.FAMILY,
+        scan(Mode.PREFILL, EVEN),
+        {"vLLM", "vLLM, tokens contiguous", "mamba-ssm"},
+    ),
     "mamba1 decode": (mamba1.FAMILY, scan(Mode.DECODE, ONES), {"vLLM"}),
     "mamba1 verify": (mamba1.FAMILY, scan(Mode.VERIFY, THREES), {"vLLM", "decode"}),
     "mamba2 prefill": (mamba2.FAMILY, ssd(Mode.PREFILL, RAGGED), {"vLLM, chunks of 128", "vLLM, chunks of 256"}),
@@ -214,7 +224,10 @@ def test_what_no_row_may_read_is_not_a_number(name: str) -> None:
     assert torch.equal(state[batch.line_index].isnan().flatten(1).any(1), ~batch.continues)
 
 
-def test_a_scan_whose_kernel_is_not_there_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("side", "module"), [("vLLM", VLLM), ("mamba-ssm", MAMBA_SSM)])
+def test_a_scan_whose_kernel_is_not_there_is_missing(
+    side: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A loader of sources puts stand-ins, which do nothing, in the place of what is compiled."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "modules", {**sys.modules})
@@ -222,16 +235,18 @@ def test_a_scan_whose_kernel_is_not_there_is_missing(tmp_path: Path, monkeypatch
         "import sys, types\n"
         "def install(directory):\n"
         "    sys.path.insert(0, directory)\n"
-        "    stub = types.ModuleType('vllm._custom_ops')\n"
-        "    stub.selective_scan_fwd = lambda *_: None\n"
-        "    sys.modules[stub.__name__] = stub\n"
+        "    for name in ('vllm._custom_ops', 'selective_scan_cuda'):\n"
+        "        stub = sys.modules[name] = types.ModuleType(name)\n"
+        "        stub.selective_scan_fwd = stub.fwd = lambda *_: None\n"
     )
-    ops = tmp_path.joinpath(*VLLM.split(".")[:-1])
+    ops = tmp_path.joinpath(*module.split(".")[:-1])
     ops.mkdir(parents=True)
-    ops.joinpath(VLLM.rpartition(".")[2] + ".py").write_text("def selective_scan_fn(*inputs):\n    return inputs[7]\n")
+    ops.joinpath(module.rpartition(".")[2] + ".py").write_text(
+        "def selective_scan_fn(*inputs):\n    return inputs[7]\n"
+    )
     batch = mamba1.FAMILY.batch(scan(Mode.PREFILL, (5,)), "stand-in", CPU)
     with pytest.raises(PeerMissing, match="not installed"):
-        mamba1.FAMILY.peers(batch, Peers(tmp_path))["vLLM"]()
+        mamba1.FAMILY.peers(batch, Peers(tmp_path))[side]()
 
 
 def test_chunks_of_a_peer_end_with_rows_and_at_multiples_of_their_length() -> None:

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from rigs.linked import FAST, tokens
 from rigs.named_servers import Servers
-from rigs.routers import BY_AFFINITY, BY_NAME, OPTIONS, routed
+from rigs.routers import BY_AFFINITY, BY_NAME, BY_SESSION, OPTIONS, routed
 
+from deltaline.v1.layer_service_pb2 import CloseSequencesRequest, OpenSequencesRequest, RenewLeasesRequest
+from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
 from deltaline_client import Client, Draining, Row, Sequence, SequenceState
 from deltaline_server.app import Server
 
@@ -148,6 +151,40 @@ def test_envoy_brings_calls_to_the_server_that_they_name_also_while_it_drains(
         client.decode(sequences, tokens(6))
         assert client.close(sequences) == [SequenceState.CLOSED] * 6
         assert servers.num_open == [0] * 3
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_envoy_brings_who_sends_its_session_back_to_one_server_also_while_it_drains(
+    start: Callable[..., Servers], tmp_path: Path
+) -> None:
+    """The caller knows nothing of servers and sends no affinity; calls without a session go in turns."""
+    servers = start(3)
+    with ExitStack() as stack:
+        router = stack.enter_context(routed("envoy", tmp_path, servers.addresses, BY_SESSION))
+        stub: Any = LayerServiceStub(stack.enter_context(grpc.insecure_channel(router.address)))
+        opens = [stub.OpenSequences.with_call(OpenSequencesRequest(count=1), wait_for_ready=True) for _ in range(6)]
+        assert servers.num_open == [2] * 3
+        named = [
+            ({"server_epoch": opened.server_epoch, "sequence": opened.sequence}, session_of(call))
+            for opened, call in opens
+        ]
+        with Client(servers.addresses[0]) as direct:
+            direct.drain(600.0)
+        client = stack.enter_context(Client(router.address, servers=servers.names, retry=FAST))
+        while "" in [try_to_open(client) for _ in range(3)]:
+            time.sleep(0.2)
+        for names, session in named * 3:
+            assert list(stub.RenewLeases(RenewLeasesRequest(**names), metadata=session).state) == [SequenceState.OPEN]
+        anywhere = [stub.RenewLeases(RenewLeasesRequest(**named[0][0])).state[0] for _ in range(6)]
+        assert set(anywhere) != {SequenceState.OPEN}
+        for names, session in named:
+            stub.CloseSequences(CloseSequencesRequest(**names), metadata=session)
+        assert servers.num_open == [0] * 3
+
+
+def session_of(call: Any) -> list[tuple[str, str]]:
+    """What Envoy gave the caller to send back."""
+    return [(key, value) for key, value in call.initial_metadata() if key == "deltaline-session"]
 
 
 def try_to_open(client: Client) -> str:

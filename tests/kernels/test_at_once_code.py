@@ -44,3 +44,16 @@ def test_products_of_short_rows_take_the_state_as_it_was_loaded(family: str, mon
     # A copy, or an exchange between threads of what is then chosen from.
     moves = sum(name in ("MOV", "SEL") or name.startswith(("IMAD.MOV", "SHFL")) for name in between)
     assert len(products) >= 64 and moves < len(products) / 8
+
+
+@pytest.mark.parametrize("norms", [True, False], ids=["norms", "no-norms"])
+@pytest.mark.parametrize("gates", [True, False], ids=["gates", "raw-gates"])
+def test_every_kind_of_short_rows_is_compiled_right(gates: bool, norms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other inputs the compiler chooses other layouts, in one of which a scan was wrong."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    batch = make_batch(ROWS[:2], CPU, Layer(H=1, HV=1, K=64, V=20, M=8))
+    batch = batch if gates else batch.with_raw_gates()
+    batch = batch if norms else batch.without_norms()
+    moved = batch.replaced(**{name: on_meta(value) for name, value in vars(batch).items()})
+    (kernel,) = compile_launches(monkeypatch, moved.run_public)
+    assert "mma.sync" in kernel.asm["ptx"]

@@ -32,7 +32,7 @@ from deltaline_kernels import (
 from deltaline_kernels.device.delta_rule.inputs import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
-from deltaline_kernels.moe import plan
+from deltaline_kernels.moe import plan, route_tokens_reference
 from deltaline_kernels.selftest import attention as attention_selftest
 from deltaline_kernels.selftest import block as block_selftest
 from deltaline_kernels.selftest import fp8 as fp8_selftest
@@ -231,6 +231,23 @@ def test_selftest_names_wrong_experts(monkeypatch: pytest.MonkeyPatch, name: str
     monkeypatch.setattr(moe_selftest, name, turned)
     checks = run_selftest("cpu", torch.bfloat16, router=Router(2, num_shared=1), num_experts=500)
     assert {check.name.rsplit(",", 2)[0] for check in checks if not check.ok} == {f"moe, {part}"}
+
+
+@pytest.mark.parametrize("router", [Router(4), Router(4, "sigmoid"), Router(4, "sigmoid", num_groups=4, top_groups=2)])
+def test_rounding_of_scores_chooses_no_expert(router: Router) -> None:
+    """A kernel whose scores differ in their last bits passes, whatever numbers were drawn."""
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        fills: dict[str, Callable[..., Tensor]] = {
+            "random": lambda *shape, generator=generator: torch.randn(*shape, generator=generator),
+            "integers": lambda *shape, generator=generator: torch.randint(-2, 3, shape, generator=generator).float(),
+        }
+        for fill in fills.values():
+            logits = moe_selftest.draw_logits(fill, 30, 16, router)
+            bias = 2.0 * fill(16).round() if router.scoring == "sigmoid" else None
+            _, single = route_tokens_reference(logits, router, bias)
+            _, double = route_tokens_reference(logits.double(), router, bias)
+            assert torch.equal(single, double)
 
 
 @pytest.mark.parametrize(("choices", "num_experts"), [(1, 3), (2, 2), (3, 5), (9, 11), (11, 13), (128, 130)])

@@ -19,7 +19,8 @@ import yaml
 from rigs.image import ROOT
 
 FOLDER = ROOT / "deploy" / "routing"
-BY_AFFINITY, IN_TURNS, BY_NAME = "by affinity", "in turns", "by name, else in turns"
+BY_AFFINITY, IN_TURNS = "by affinity", "in turns"
+BY_NAME, BY_SESSION = "by name, else in turns", "by session, else in turns"
 
 
 def free_port() -> int:
@@ -62,6 +63,8 @@ def envoy_options(folder: Path, servers: Sequence[str], port: int, policy: str, 
     if policy == BY_NAME:
         text = replaced(replaced(text, "      lb_policy: RING_HASH\n", ""), "# name: ", "")
         text = replaced(replaced(text, ".ring_hash", ".round_robin"), "RingHash", "RoundRobin")
+    if policy == BY_SESSION:
+        text = replaced(text, "# session: ", "")
     config: Any = yaml.safe_load(text)
     [listener], [cluster] = (config["static_resources"][key] for key in ("listeners", "clusters"))
     listener["address"]["socket_address"] |= {"address": "127.0.0.1", "port_value": port}
@@ -71,7 +74,7 @@ def envoy_options(folder: Path, servers: Sequence[str], port: int, policy: str, 
     put(endpoints, yaml.safe_dump({"resources": [assignment(cluster.pop("load_assignment"), servers)]}))
     cluster |= {"type": "EDS", "eds_cluster_config": {"eds_config": {"path_config_source": {"path": str(endpoints)}}}}
     config["node"] = {"id": "test", "cluster": "test"}
-    if policy == IN_TURNS:
+    if policy in (IN_TURNS, BY_SESSION):
         cluster["lb_policy"] = "ROUND_ROBIN"
     path = folder / "envoy.yaml"
     put(path, yaml.safe_dump(config))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltaline_bench.lines import Mode
 from deltaline_bench.mamba1.shape import Shape
 from deltaline_bench.mamba1.truth import Tokens
 from deltaline_bench.recurrence import batch as recurrence
@@ -38,3 +39,12 @@ class Batch(recurrence.Batch[Shape, Tokens]):
         B, C = BC.chunk(2, dim=-1)
         rate = -self.A_log.double().exp()
         return Tokens(B, C, step * x, step, self.D.double() * x, z * torch.sigmoid(z), rate)
+
+    def expected(self) -> dict[str, Tensor]:
+        """Return the truth as the base says; of a prefill also `fresh o`, `fresh state`: of the fresh rows alone."""
+        found = super().expected()
+        if self.shape.mode is not Mode.PREFILL:
+            return found
+        lengths = torch.tensor(self.shape.lengths, device=self.device)
+        is_fresh = ~self.continues.repeat_interleave(lengths)
+        return {**found, "fresh o": found["o"][is_fresh], "fresh state": found["state"][~self.continues]}

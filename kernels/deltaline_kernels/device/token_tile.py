@@ -65,6 +65,18 @@ def remain(g):
 
 
 @triton.jit
+def add_between(g):
+    """Return the sums of g_{j+1}..g_t of log decays `[TOKENS]`, as row t and column j of `[TOKENS, TOKENS]`.
+
+    Added up gate by gate: a difference of prefix sums would cancel behind a strong gate. Not a scan: where threads hold
+    the same column twice, as a warp's do of so few, Triton 3.6 and 3.7 take what is carried from the wrong one.
+    """
+    o_t = tl.arange(0, TOKENS)
+    added, row, column = o_t[:, None, None], o_t[None, :, None], o_t[None, None, :]
+    return tl.sum(tl.where((added > column) & (added <= row), g[:, None, None], 0.0), axis=0)
+
+
+@triton.jit
 def fold_at_once(
     tile, left, first, count, updates, keys, PARTS: tl.constexpr, BLOCKS: tl.constexpr, AT_ONCE: tl.constexpr
 ):

@@ -22,6 +22,7 @@ from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.state_tile import below, load_tile, scale, store_tile, to_fp32
 from deltaline_kernels.device.token_tile import (
     TOKENS,
+    add_between,
     add_tokens,
     compare,
     fold_at_once,
@@ -131,8 +132,7 @@ def _verify(
             factor_k = tl.rsqrt(tl.sum(tl.where(same, kk, 0.0), axis=1) + eps)
             factor_q = query_scale * tl.rsqrt(tl.sum(tl.where(same, qq, 0.0), axis=1) + eps)
         later = o_row > o_column
-        # Added up gate by gate: a difference of prefix sums would cancel behind a strong gate.
-        decay = tl.exp(tl.cumsum(tl.where(later, g[:, None], 0.0), axis=0)) * factor_k[None, :]
+        decay = tl.exp(add_between(g)) * factor_k[None, :]
         to_updates = tl.where(later, kk * decay * (-beta * factor_k)[:, None], 0.0)
         to_outputs = tl.where(o_row >= o_column, qk * decay * factor_q[:, None], 0.0)
         total = tl.exp(tl.cumsum(g, axis=0))

@@ -22,6 +22,7 @@ from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.state_tile import below, load_tile, scale, store_tile, to_fp32
 from deltaline_kernels.device.token_tile import (
     TOKENS,
+    add_between,
     compare_queries,
     fold_at_once,
     load_keys,
@@ -121,8 +122,7 @@ def _verify(
         scores = compare_queries(c, b, BLOCK_S, BLOCKS)
         step = tl.where(o_t < n, time_step(b_dt, b_bias, dt_least, dt_greatest, SOFTPLUS), 0.0)
         g = step * b_rate
-        # Added up gate by gate: a difference of prefix sums would cancel behind a strong gate.
-        decay = tl.exp(tl.cumsum(tl.where(o_row > o_column, g[:, None], 0.0), axis=0))
+        decay = tl.exp(add_between(g))
         to_outputs = tl.where(o_row >= o_column, scores * decay, 0.0)
         total = tl.exp(tl.cumsum(g, axis=0))
 

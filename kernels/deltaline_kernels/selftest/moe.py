@@ -43,7 +43,6 @@ def compare_moe(
     """Yield the name of each family, batch and kind of input, what was computed and what its reference computed."""
     for kind, fill in fills.items():
         device = fill(1).device
-        # Logits and bias are far apart or equal: of what is nearly equal, rounding of scores would choose.
         bias = 2.0 * fill(num_experts).round() if router.scoring == "sigmoid" else None
         few = few_experts(router, num_experts)
         # Sums of about 1: those of ones are as large as their number.
@@ -52,7 +51,7 @@ def compare_moe(
         gate_up, of_first = draw_weights(fill, few, halves, inner, hidden, power, FP8 if in_fp8 else dtype)
         down, of_second = draw_weights(fill, few, 1, hidden, inner, power, FP8 if in_fp8 else dtype)
         label = f"{num_tokens} tokens, {kind}{', fp8' if in_fp8 else ''}"
-        logits = (64.0 * fill(num_tokens, num_experts + router.shared_gate)).round().div(64.0).to(dtype)
+        logits = draw_logits(fill, num_tokens, num_experts + router.shared_gate, router).to(dtype)
         starts = torch.tensor([0, max(1, num_tokens - 2)], dtype=torch.int32, device=device)
         routes = route_tokens(logits, router, bias, starts)
         want = route_tokens_reference(logits, router, bias, starts)
@@ -73,6 +72,18 @@ def compare_moe(
             few_bias = None if bias is None else bias[:count]
             whole = x, few_logits, one_group, gate_up, down, few_bias, starts, activation, of_first, of_second, limit
             yield f"moe, whole, {label}", [route_and_run_experts(*whole)], [route_and_run_experts_reference(*whole)]
+
+
+def draw_logits(fill: Fill, num_tokens: int, num_logits: int, router: Router) -> Tensor:
+    """Return logits `[T, num_logits]` whose choices are far apart or equal.
+
+    Of what is nearly equal, rounding of scores would choose. Sums of two scores, of which groups are chosen, are so
+    by chance: s(x) + s(-x) is 1 for every x. Of scores of 0, 1/2 and 1 they are exact.
+    """
+    drawn = fill(num_tokens, num_logits)
+    if router.num_groups > 1 and router.scoring == "sigmoid":
+        return 40.0 * drawn.round().clamp(-1.0, 1.0)
+    return (64.0 * drawn).round().div(64.0)
 
 
 def draw_weights(

@@ -309,17 +309,22 @@ def test_attention_in_a_graph_follows_growing_lengths(small_splits: None) -> Non
         assert_close(str(positions), o, then.expected(truth)[0], path.dtype)
 
 
+def move_far(batch: Batch) -> None:
+    """Move the batch's pages behind 2^31 values of others, which are NaN."""
+    values = batch.k_pages[0].numel()
+    shift = (1 << 31) // values + 1
+    for name in ("k_pages",) if batch.layer.is_latent else ("k_pages", "v_pages"):
+        few = getattr(batch, name)
+        pages = torch.full((shift + len(few), *few.shape[1:]), torch.nan, dtype=few.dtype, device=few.device)
+        pages[shift:] = few
+        setattr(batch, name, pages)
+    batch.page_table += shift
+
+
 @pytest.mark.gpu
 def test_attention_reads_beyond_2_gi_values() -> None:
     path = Path("cuda", torch.bfloat16)
     batch = make_batch([Row(1, 100), Row(20, 60)], path, Layer(8, 2, 128, 128, 64), max_short=1)
-    values = batch.k_pages[0].numel()
-    num_pages = (1 << 31) // values + len(batch.k_pages) + 1
-    shift = num_pages - len(batch.k_pages)
-    for name in ("k_pages", "v_pages"):
-        pages = torch.zeros(num_pages, *batch.k_pages.shape[1:], dtype=path.dtype, device="cuda")
-        pages[shift:] = getattr(batch, name)
-        setattr(batch, name, pages)
-    batch.page_table += shift
+    move_far(batch)
     modifiers, truth = modifier_case("causal", batch.layer, 4, "cuda")
     assert_close("o", batch.attend(path, modifiers)[0], batch.expected(truth)[0], path.dtype)
