@@ -26,6 +26,7 @@ from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.fp8 import can_multiply_fp8, multiply_fp8, multiply_fp8_reference, pack_fp8
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
 from deltaline_kernels.kda import kda, kda_reference
+from deltaline_kernels.linear import linear, linear_reference
 from deltaline_kernels.lora import (
     MAX_RANK,
     AdapterTiles,
@@ -112,6 +113,8 @@ __all__ = [
     "group_tokens",
     "kda",
     "kda_reference",
+    "linear",
+    "linear_reference",
     "mamba1",
     "mamba1_reference",
     "mamba2",

@@ -77,7 +77,7 @@ def count_items(
     BLOCKS: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Return how many items all rows have; ROWS of them are looked at at once."""
+    """Return how many items the first num_rows rows have; ROWS of them are looked at at once."""
     total = num_rows * 0
     for first in range(0, num_rows, ROWS):
         i = first + tl.arange(0, ROWS)
@@ -140,7 +140,7 @@ def locate(
 
 
 @triton.jit
-def find_row(
+def find_splits(
     row,
     control,
     control_stride,
@@ -151,19 +151,13 @@ def find_row(
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
     DENSE: tl.constexpr,
     BLOCKS: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Return a row's first item and its splits; ROWS rows are looked at at once."""
-    base = row * 0
-    splits = row * 0
-    for first in range(0, row + 1, ROWS):
-        i = first + tl.arange(0, ROWS)
-        count, row_splits, _, _ = count_rows(
-            i, control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, DENSE, BLOCKS, SPEC
-        )
-        base += tl.sum(tl.where(i < row, count, 0), 0)
-        splits += tl.sum(tl.where(i == row, row_splits, 0), 0)
-    return base, splits
+    """Return how many splits a row has. Looks at no other row."""
+    i = row + tl.arange(0, 1)
+    _, splits, _, _ = count_rows(
+        i, control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, DENSE, BLOCKS, SPEC
+    )
+    return tl.sum(splits, 0)

@@ -18,6 +18,8 @@ from deltaline_kernels.attention.hopper_tile import can_attend, launch_attend
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.kernel import attend_kernel
 from deltaline_kernels.attention.plan import (
+    COMBINE_REGISTERS,
+    COMBINES,
     Tile,
     choose_group,
     choose_latent_tile,
@@ -101,19 +103,21 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
         _launch_attend(queries, keys, rows, tile, programs, shared, overlap=overlap, **constants, **items)
     if split:
         channels, splits = choose_parts(heads.value_dim, rows.num_rows * max_length * heads.num_queries)
-        parts = cdiv(heads.value_dim, channels)
+        parts = max_length * heads.num_queries * cdiv(heads.value_dim, channels)
+        at_once = max(1, min(rows.num_rows, COMBINES * num_processors(q.device) // parts))
         options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-        combine_kernel[(rows.num_rows * max_length * heads.num_queries * parts,)](
+        combine_kernel[(parts, at_once)](
             rows.control,
             *shared,
             rows.control.stride(0),
             rows.num_rows,
-            max_length,
             TOKENS=tokens,
             BLOCK_DV=channels,
             BLOCK_S=splits,
             OVERLAP=overlap,
             num_warps=4,
+            # Ranges of each head don't find room.
+            maxnreg=None if queries.modifiers.spec.ranges_by_head else COMBINE_REGISTERS,
             **constants,
             **items,
             **options,

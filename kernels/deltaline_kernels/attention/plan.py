@@ -15,6 +15,9 @@ FEW_COMBINES = 512
 FEW, MANY = (32, 128), (64, 32)
 # Of many queries over latents, whose outputs are wide and whose splits are few: fewer programs have less to look up.
 MANY_LATENTS = (512, 8)
+# Programs of a combine for each multiprocessor, and the registers of a thread, with fewer of which a part's loads wait
+# for each other. 8 programs fit at once; twice as many cost rows of one split nothing, verifies less.
+COMBINES, COMBINE_REGISTERS = 16, 64
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def advance(
         state: `[lines, HV, V, K]`, a line stride is fine. Mutated if `keep`: the lines of rows with tokens, and with
             `rows.moves` of those without.
         written: None, or likewise what is mutated in place of `state`.
-        chunked: compute in chunks, not token by token (on a GPU; the CPU path decides by itself).
+        chunked: compute as long rows, in chunks or many tokens at once (on a GPU; the CPU path decides by itself).
         o: contiguous, of a dtype that `run` writes; None: a new one.
     """
     if o is None:

@@ -71,7 +71,7 @@ def selective_scan_fn(
     inputs = _pack_batch(tokens, u, delta, A, B, C, D, z, delta_bias, softplus=delta_softplus)
     state = torch.empty((u.shape[0], *A.shape), dtype=torch.float32, device=u.device)
     rows = EngineRows(u.shape[0], u.shape[2], u.shape[2], None, None, None, -1, False, None, moves=True)
-    y = _by_channel(advance(run_mamba1, inputs, state, rows), u)
+    y = _by_channel(advance(run_mamba1, inputs, state, rows, chunked=True), u)
     return (y, state) if return_last_state else y
 
 
@@ -150,7 +150,7 @@ def selective_scan_varlen(
     rows = EngineRows(num_rows, most, length, starts, cache_indices, cache_indices, pad, history, None)
     if u.device.type == "cpu":
         check_contents(rows, "cache_indices", inputs.num_tokens, ssm_states.shape[0], 0, 1)
-    return _by_channel(advance(run_mamba1, inputs, ssm_states, rows), u)
+    return _by_channel(advance(run_mamba1, inputs, ssm_states, rows, chunked=True), u)
 
 
 def pack_scan(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels import AdapterTiles, LoraWeights, add_lora, multiply_fp8
+from deltaline_kernels import AdapterTiles, LoraWeights, add_lora, linear, multiply_fp8
 from deltaline_server.checkpoints.fp8.held import Fp8Weight
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Packed
@@ -25,8 +24,8 @@ class Projection:
     sum of their products, each with what adapters add to it; without `ranks`, this rank's summand.
 
     On the CPU in fp32 a weight that is not in FP8 is laid out once for oneDNN's products of few rows, which are faster
-    than those of the BLAS behind torch.nn.functional.linear; elsewhere that function is used as it is. The operation is
-    the one that torch.compile calls for packed weights: x and the result are plain tensors, which F.linear would copy.
+    than those of the BLAS behind `linear`. The operation is the one that torch.compile calls for packed weights: x and
+    the result are plain tensors, which torch.nn.functional.linear would copy.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Projection:
         elif self._whole.is_mkldnn:
             y = torch.ops.mkldnn._linear_pointwise(x, self._whole, None, "none", [], "")
         else:
-            y = F.linear(x, self._whole)
+            y = linear(x, self._whole)
         if tiles is not None:
             assert self._adapters is not None
             add_lora(x, y, self._adapters, tiles)

@@ -25,7 +25,7 @@ from rigs.kernels.attention_batches import MODIFIER_CASES, Layer, Row, finished,
 from rigs.kernels.paths import InterpretedPath
 from rigs.kernels.tolerance import assert_close
 
-from deltaline_kernels.attention.items import find_row
+from deltaline_kernels.attention.items import count_items, find_splits
 
 MIXED = [Row(1, 150), Row(3, 60), Row(0, 9), Row(2, 30, skipped=True), Row(9, 40)]
 
@@ -136,8 +136,11 @@ def _find_rows(  # type: ignore[no-untyped-def]
     SPEC: tl.constexpr,
 ):
     row = tl.program_id(0)
-    base, splits = find_row(
-        row, control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, ROWS, DENSE, BLOCKS, SPEC
+    base = count_items(
+        control, control_stride, row, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, ROWS, DENSE, BLOCKS, SPEC
+    )
+    splits = find_splits(
+        row, control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, DENSE, BLOCKS, SPEC
     )
     tl.store(found + 2 * row, base)
     tl.store(found + 2 * row + 1, splits)

@@ -329,6 +329,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
     "kda": [kda, lambda path: kda_of(on_the_way(make_kda_batch(LONG, path), path))],
     "lora_expand": [lambda path: lora_rows(path, shrink=False)],
     "lora_shrink": [lambda path: lora_rows(path, shrink=True)],
+    "linear": [lambda path: {"x": draw(path, 3, 16), "weight": draw(path, 5, 16)}],
     "mamba1": [
         lambda path: mamba1(path) | {"z": None},
         lambda path: mamba1_of(on_the_way(make_scan_batch(LONG, path), path)),

@@ -1,0 +1,142 @@
+"""The products of a model's layers with few rows: every algorithm that cuBLASLt offers, beside torch's own choice.
+
+SHAPE is 27b, 35b-a3b or the path of a config.json, as for bench/model.py. Times are medians of graphs that multiply by
+several weights one behind the other, more than the L2 holds, with a small launch between. With --write the fastest ones
+that beat torch's by more than 1.5% become those that kernels/deltaline_kernels/linear chooses; what it has of other
+shapes stays.
+
+    python bench/products.py SHAPE... [--rows 1,2,4,8,16,32,64,128,256] [--write]
+
+Exit status: 0; 2 without a CUDA device or with a SHAPE that is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from deltaline_bench.device import name_device
+from deltaline_bench.model.shapes import Shape
+from deltaline_bench.model.work import Work
+from deltaline_kernels.linear import FEW_ROWS, fastest
+from deltaline_kernels.linear.cublaslt import Problem, library_of
+from deltaline_kernels.linear.plan import Offer
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.models.config import ModelConfig
+
+CHAIN_BYTES, ROUNDS, WON = 400_000_000, 9, 0.985
+TABLE = Path(fastest.__file__)
+
+
+def main() -> int:
+    """Measure and print; write the table if told."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="+", metavar="SHAPE")
+    parser.add_argument("--rows", default=",".join(map(str, FEW_ROWS)), help="numbers of rows (default: %(default)s)")
+    parser.add_argument("--write", action="store_true", help="make the fastest ones those that are chosen")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("products: expected a CUDA device, got none", file=sys.stderr)
+        return 2
+    try:
+        sizes = sorted({size for name in args.shapes for size in sizes_of(name)})
+    except (ModelError, OSError, ValueError) as error:
+        print(f"products: {error}", file=sys.stderr)
+        return 2
+    table: dict[tuple[int, int, int], tuple[int, int]] = dict(fastest.FASTEST)
+    for num_rows in map(int, args.rows.split(",")):
+        for outputs, inputs in sizes:
+            table.pop((num_rows, outputs, inputs), None)
+            found = measure(num_rows, outputs, inputs)
+            if found is not None:
+                table[num_rows, outputs, inputs] = found
+    if args.write:
+        write(table)
+    return 0
+
+
+def sizes_of(name: str) -> set[tuple[int, int]]:
+    """Return outputs and inputs of each product that all tokens have."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = ModelConfig.from_file(Shape.find(name, Path(folder)).config_path)
+    return {size for layer in Work(config, itemsize=2).layers() for size in layer.dense}
+
+
+@torch.inference_mode()
+def measure(num_rows: int, outputs: int, inputs: int) -> Offer | None:
+    """Print how long a product takes by each algorithm; return the fastest if it is worth a line of the table."""
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
+    weight_bytes = 2 * outputs * inputs
+    weights = [torch.randn(outputs, inputs, device=device, dtype=dtype) for _ in range(2 + CHAIN_BYTES // weight_bytes)]
+    x, small = torch.randn(num_rows, inputs, device=device, dtype=dtype), torch.zeros(64, device=device)
+    library = library_of(device)
+    assert library is not None, "torch has brought no cuBLASLt"
+    problem = Problem(library, num_rows, outputs, inputs, inputs, dtype)
+
+    def chain(multiply: Callable[[Any, Any], Any]) -> Callable[[], None]:
+        def run() -> None:
+            for weight in weights:
+                multiply(x, weight)
+                small.add_(1.0)
+
+        return run
+
+    products = [problem.product(i) for i in range(len(problem.offers))]
+    graphs = [captured(chain(F.linear)), *(captured(chain(one.multiply)) for one in products)]
+    torchs, *times = [time / len(weights) for time in times_in_turns(graphs)]
+    best = min(range(len(times)), key=times.__getitem__)
+    others = sorted(zip(times, problem.offers, strict=True))[:4]
+    told = ", ".join(f"{time:.2f} tile {offer.tile} splits {offer.splits}" for time, offer in others)
+    rate = weight_bytes / min(times) / 1e6
+    print(f"{num_rows:4} x {outputs} x {inputs}: torch {torchs:.2f} us; {told}; {rate:.2f} TB/s", flush=True)
+    is_unique = problem.offers.index(problem.offers[best]) == best
+    return problem.offers[best] if best > 0 and is_unique and times[best] < WON * min(torchs, times[0]) else None
+
+
+def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Return a graph of a call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+    return graph
+
+
+def times_in_turns(graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
+    """Return the median time of each graph, us."""
+    times: list[list[float]] = [[] for _ in graphs]
+    for _ in range(ROUNDS):
+        for own, graph in zip(times, graphs, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            own.append(1e3 * begin.elapsed_time(end))
+    return [statistics.median(own) for own in times]
+
+
+def write(table: Mapping[tuple[int, int, int], tuple[int, int]]) -> None:
+    """Write the table as a module."""
+    head, _, _ = TABLE.read_text().partition("\n# ")
+    lines = [f"    {key}: {tuple(table[key])},\n" for key in sorted(table)]
+    device = name_device(torch.device("cuda"))
+    where = f"# {device}, torch {torch.__version__}: those that were faster by more than 1.5% than torch's.\n"
+    kind = "FASTEST: dict[tuple[int, int, int], tuple[int, int]] = {\n"
+    TABLE.write_text(head + "\n" + where + kind + "".join(lines) + "}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
