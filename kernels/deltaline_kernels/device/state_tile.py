@@ -29,40 +29,22 @@ def below(offsets, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    pointer,
-    mask,
-    o_v,
-    V: tl.constexpr,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    SUB: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ONCE: tl.constexpr = False,
+    pointer, mask, o_v, V: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SUB: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Return the parts at `pointer` `[V, K]` from row o_v on, as they come; zero where `mask` is not set."""
-    policy: tl.constexpr = "evict_first" if ONCE else ""
     tile = ()
     for r in tl.static_range(PARTS):
         o_row = o_v + r * SUB
         for j in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
             o_k = j * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             inside = mask & below(o_row, V, PARTS * SUB) & below(o_k, K, BLOCK_K)
-            p_x = pointer + o_row * K + o_k
-            tile = tile + (tl.load(p_x, mask=inside, other=0.0, eviction_policy=policy),)
+            tile = tile + (tl.load(pointer + o_row * K + o_k, mask=inside, other=0.0),)
     return tile
 
 
 @triton.jit
 def store_tile(
-    pointer,
-    tile,
-    o_v,
-    V: tl.constexpr,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    SUB: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ONCE: tl.constexpr = False,
+    pointer, tile, o_v, V: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SUB: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Write the parts to `pointer` `[V, K]` from row o_v on."""
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -74,7 +56,7 @@ def store_tile(
             o_k = j * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             value = tile[r * BLOCKS + j].to(pointer.dtype.element_ty)
             inside = below(o_row, V, PARTS * SUB) & below(o_k, K, BLOCK_K)
-            tl.store(pointer + o_row * K + o_k, value, mask=inside, eviction_policy="evict_first" if ONCE else "")
+            tl.store(pointer + o_row * K + o_k, value, mask=inside)
 
 
 @triton.jit
@@ -191,15 +173,6 @@ def add_outer(tile, updates, k, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def exponentials(tensors, COUNT: tl.constexpr):
-    """Return exp of the first COUNT of `tensors`."""
-    raised = ()
-    for j in tl.static_range(COUNT):
-        raised = raised + (tl.exp(tensors[j]),)
-    return raised
-
-
-@triton.jit
 def load_record(
     pointer,
     i_h,
@@ -212,12 +185,8 @@ def load_record(
     PARTS: tl.constexpr,
     SUB: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    KEYED: tl.constexpr = False,
 ):
-    """Return k, u of every part and g of the draft at `pointer`, of one head; g in the shape of k if KEYED."""
+    """Return k, u of every part and g of the draft at `pointer`, of one head."""
     k = load_key(pointer + i_h * K, True, K, SUB, BLOCK_K)
     updates = load_values(pointer + H * K + i_hv * V, True, o_v, V, PARTS, SUB)
-    if KEYED:
-        return k, updates, load_key(pointer + H * K + HV * V + i_hv * K, True, K, SUB, BLOCK_K)
-    else:
-        return k, updates, tl.load(pointer + H * K + HV * V + i_hv)
+    return k, updates, tl.load(pointer + H * K + HV * V + i_hv)

@@ -28,17 +28,15 @@ from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.device.delta_rule.parts import is_aligned
 from deltaline_kernels.device.hopper import barrier, copy_rest
 from deltaline_kernels.device.row_splits import RowSplits
-from deltaline_kernels.kda.plan import BLOCK_V, CHUNK, PROGRAMS
+from deltaline_kernels.kda.plan import BLOCK_V, CHUNK, MANY_BLOCK_V, MANY_HEADS
 from deltaline_kernels.kda.transform import Chunks
 from deltaline_kernels.rows import Rows, StateLines
 
 # Rows of the state that a warp has.
 WARP_ROWS = 16
-# Chunks whose tiles are in shared memory or on their way, with outputs and without: then two programs have room.
-STAGES, ENDS_STAGES = 3, 2
-# From so many heads of all rows on, a program has so many rows of the state, so that chunks are copied once for them:
-# then two chunks have room.
-MANY_HEADS, MANY_BLOCK_V, MANY_STAGES = 2 * PROGRAMS, 128, 2
+# Chunks whose tiles are in shared memory or on their way: in walks with outputs and without, of which two programs have
+# room then, and in those of many heads, of which one has.
+STAGES, ENDS_STAGES, MANY_STAGES = 3, 2, 2
 
 
 @gluon.jit

@@ -36,11 +36,10 @@ from deltaline_kernels.rows import Rows, StateLines
 # Bytes of a state's row that 8 threads load at once: whole sectors. A warp has 4 such rows at a time.
 ROW_BYTES = 128
 ROWS_PER_WARP = 4
-# Warps, parts and registers, of few heads and of many.
-FEW, MANY = (2, 1, None), (1, 4, 168)
-# For the moment: whether caches are told that nobody needs a state again soon, where it is read and where written.
-READ_ONCE, WRITE_ONCE = False, False
-# With larger keys these parts don't fit in the registers: half of them do.
+# Warps, parts and registers, of few heads and of many: for these by the bytes of a state's value, as parts of 2 bytes
+# take half as long to come. Measurements: docs/log.md.
+FEW, MANY = (2, 1, None), {4: (1, 2, 128), 2: (1, 4, 168)}
+# With larger keys these parts don't fit in the registers: half of them do, in as many as they take.
 LARGEST_KEY = 128
 
 
@@ -89,8 +88,6 @@ def _recurrent_keyed(
     SUB: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LEVELS: tl.constexpr,
-    READ_ONCE: tl.constexpr,
-    WRITE_ONCE: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     WIDTH: tl.constexpr = BLOCK_K << LEVELS
@@ -130,7 +127,7 @@ def _recurrent_keyed(
         rate = tl.load(A_log + i_hv).to(tl.float32)
         bias = tl.load(dt_bias + i_hv * K + o_k, mask=in_k, other=0.0).to(tl.float32)
     p_state = find_state(lines, read - LINE_SHIFT, i_hv, V * K)
-    raw = load_tile(p_state, read > 0, o_v, V, K, PARTS, SUB, BLOCK_K, READ_ONCE)
+    raw = load_tile(p_state, read > 0, o_v, V, K, PARTS, SUB, BLOCK_K)
 
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
@@ -210,7 +207,7 @@ def _recurrent_keyed(
             p_draft += RECORD
 
     if (write > 0) & (committed > 0):
-        store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K, WRITE_ONCE)
+        store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
 
 
 def launch_recurrent(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
@@ -221,9 +218,10 @@ def launch_recurrent(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tens
     width = max(16, triton.next_power_of_2(heads.key_dim))
     # Fewer values than threads would leave two threads with one value of a state that is updated in place.
     block_k = min(ROW_BYTES // state_bytes, width)
-    num_warps, parts, max_registers = MANY if rows.num_rows * heads.num_value_heads >= MANY_HEADS else FEW
-    if parts > 1 and heads.key_dim > LARGEST_KEY:
-        parts //= 2
+    many = rows.num_rows * heads.num_value_heads >= MANY_HEADS
+    num_warps, parts, max_registers = MANY[state_bytes] if many else FEW
+    if many and heads.key_dim > LARGEST_KEY:
+        parts, max_registers = parts // 2, None
     sub = ROWS_PER_WARP * num_warps
     unit, strides = inputs.count_strides(16 // state_bytes)
     _recurrent_keyed[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, parts * sub),)](
@@ -245,8 +243,6 @@ def launch_recurrent(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tens
         SUB=sub,
         BLOCK_K=block_k,
         LEVELS=(width // block_k).bit_length() - 1,
-        READ_ONCE=READ_ONCE,
-        WRITE_ONCE=WRITE_ONCE,
         num_warps=num_warps,
         num_stages=1,
         maxnreg=max_registers,

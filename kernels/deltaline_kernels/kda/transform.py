@@ -24,8 +24,7 @@ from deltaline_kernels.device.chunks import find_chunk
 from deltaline_kernels.device.delta_rule.gates import key_log_decay, read_strength
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.device.delta_rule.inverse import invert, places, store_block
-from deltaline_kernels.kda import hopper_pairs, hopper_stacked, hopper_transform
-from deltaline_kernels.kda.hopper_transform import on_hopper
+from deltaline_kernels.kda.hopper_transform import launch_pairs, on_hopper
 from deltaline_kernels.kda.plan import CHUNK
 from deltaline_kernels.rows import Rows
 
@@ -40,11 +39,6 @@ BLOCK, INVERT_REGISTERS = 16, 168
 LOWEST = tl.constexpr(-1e4)
 # The bits of fp32 that a matrix instruction reads as TF32.
 TF32_BITS = tl.constexpr(-(2**13))
-
-
-# For the moment: pairs of a chunk by each program, one after another, and with k and q as one operand.
-PAIRS = {"one": hopper_transform, "ahead": hopper_pairs, "stacked": hopper_stacked}
-CHOSEN = "stacked"
 
 
 class Chunks(NamedTuple):
@@ -240,7 +234,7 @@ def launch_transform(inputs: DeltaInputs, rows: Rows) -> Chunks:
     block_k = max(SMALLEST_KEY, triton.next_power_of_2(key_dim))
     scale, eps, a_stride, b_stride = inputs.numbers
     if on_hopper(inputs):
-        PAIRS[CHOSEN].launch_pairs(inputs, rows, tuple(chunks))
+        launch_pairs(inputs, rows, tuple(chunks))
     else:
         _transform[(num_slots * num_heads,)](
             inputs.tokens,

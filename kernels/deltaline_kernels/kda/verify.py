@@ -34,25 +34,19 @@ from deltaline_kernels.device.state_tile import (
     to_fp32,
 )
 from deltaline_kernels.device.token_tile import TOKENS, add_tokens, load_keys, load_pairs, multiply_pairs
-from deltaline_kernels.kda import token_halves, tokens
-from deltaline_kernels.kda.tokens import BETWEEN, OLD, OWN, SQUARE, count_room
+from deltaline_kernels.kda.tokens import BETWEEN, OLD, OWN, SQUARE, count_room, prepare_tokens
 from deltaline_kernels.rows import Rows, StateLines
 
 # Threads that share a row of the state, and bytes that each loads at once.
 ROW_THREADS, LOAD_BYTES = 4, 16
 # Rows of a part of the state.
 SUB = 16
-# Parts of the state per program, registers, and records that are loaded at once. Each program is one warp: several
-# would exchange operands. Measurements: docs/log.md.
-PARTS, MAX_REGISTERS, AT_ONCE = 1, 168, 3
-# For the moment: keys of records lie in the threads that load them (True), or in those of all rows (False).
-HANDED_OUT = True
-# For the moment: the row's decayed keys and queries are asked for before the state is waited for.
-PAIRS_EARLY = True
-# For the moment: drafts and own tokens are prepared by programs of their own (True), or by one (False).
-HALVES = True
-# For the moment: the second launch begins while the first runs.
-OVERLAP = True
+# Parts of the state per program, and registers, of which three warps share those of a scheduler. Each program is one
+# warp: several would exchange operands. Measurements: docs/log.md.
+PARTS, MAX_REGISTERS = 1, 168
+# Records that are asked for before the state has come, by the bytes of its values: those of 2 bytes take registers of
+# their own until they are fp32.
+AT_ONCE = {4: 3, 2: 2}
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -78,8 +72,6 @@ def _verify_keyed(
     SUB: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    HANDED_OUT: tl.constexpr,
-    PAIRS_EARLY: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = K // BLOCK_K
@@ -104,12 +96,11 @@ def _verify_keyed(
         inside = (o_t < n) & below(o_r, V, BLOCK_V)
         values = values + (tl.load(v + (begin + o_t) * v_stride + i_hv * V + o_r, mask=inside, other=0.0),)
     p_old = find_drafts(lines, read - LINE_SHIFT, half) + H * K + i_hv * V
-    o_k = tl.arange(0, K)
-    if HANDED_OUT:
-        drafted, held = (), ()
-        # So many records are on their way while the state is.
-        for j in tl.static_range(AT_ONCE):
-            drafted = drafted + (load_values(p_old + j * RECORD, j < replayed, o_v[:, None], V, PARTS, SUB),)
+    # A program asks for all that it needs before it waits for the state. Keys it holds as its threads loaded them, a
+    # few channels each: those of every row are handed theirs where they are needed.
+    drafted, held = (), ()
+    for j in tl.static_range(AT_ONCE):
+        drafted = drafted + (load_values(p_old + j * RECORD, j < replayed, o_v[:, None], V, PARTS, SUB),)
 
     if OVERLAP:
         gdc_wait()
@@ -119,44 +110,27 @@ def _verify_keyed(
     o_earlier = tl.arange(0, TOKENS)[None, :]
     to_updates = tl.load(p_between + o_t * TOKENS + o_earlier)
     to_outputs = tl.load(p_between + SQUARE + o_t * TOKENS + o_earlier)
-    if HANDED_OUT:
-        p_left = p_room + OLD * K + o_k
-        left = tl.load(p_left, mask=replayed > 0)
-        for j in tl.static_range(AT_ONCE):
-            held = held + (tl.load(p_left + (1 + j) * K, mask=j < replayed),)
-    if PAIRS_EARLY:
-        pairs = load_pairs(p_room, n, K, BLOCK_K)
+    p_left = p_room + OLD * K + tl.arange(0, K)
+    left = tl.load(p_left, mask=replayed > 0)
+    for j in tl.static_range(AT_ONCE):
+        held = held + (tl.load(p_left + (1 + j) * K, mask=j < replayed),)
+    pairs = load_pairs(p_room, n, K, BLOCK_K)
+
     tile = to_fp32(raw, PARTS * BLOCKS)
-    if HANDED_OUT:
-        if replayed > 0:
-            tile = decay_keys(tile, hand_out(left, 1, BLOCK_K, BLOCKS, LEVELS), PARTS, BLOCKS)
-            for j in tl.static_range(AT_ONCE):
-                if j < replayed:
-                    tile = add_outer(tile, drafted[j], hand_out(held[j], 1, BLOCK_K, BLOCKS, LEVELS), PARTS, BLOCKS)
-            for later in range(AT_ONCE, replayed):
-                more = load_values(p_old + later * RECORD, True, o_v[:, None], V, PARTS, SUB)
-                key = tl.load(p_left + (1 + later) * K)
-                tile = add_outer(tile, more, hand_out(key, 1, BLOCK_K, BLOCKS, LEVELS), PARTS, BLOCKS)
-    else:
-        if replayed > 0:
-            tile = decay_keys(tile, load_keys(p_room + OLD * K, True, K, BLOCK_K), PARTS, BLOCKS)
-            for first in range(0, replayed, AT_ONCE):
-                keys, drafted = (), ()
-                for j in tl.static_range(AT_ONCE):
-                    # The last one comes again.
-                    i = tl.minimum(first + j, replayed - 1)
-                    keys = keys + (load_keys(p_room + (OLD + 1 + i) * K, True, K, BLOCK_K),)
-                    drafted = drafted + (load_values(p_old + i * RECORD, True, o_v[:, None], V, PARTS, SUB),)
-                for j in tl.static_range(AT_ONCE):
-                    if first + j < replayed:
-                        tile = add_outer(tile, drafted[j], keys[j], PARTS, BLOCKS)
+    if replayed > 0:
+        tile = decay_keys(tile, hand_out(left, 1, BLOCK_K, BLOCKS, LEVELS), PARTS, BLOCKS)
+        for j in tl.static_range(AT_ONCE):
+            if j < replayed:
+                tile = add_outer(tile, drafted[j], hand_out(held[j], 1, BLOCK_K, BLOCKS, LEVELS), PARTS, BLOCKS)
+        for i in range(AT_ONCE, replayed):
+            update = load_values(p_old + i * RECORD, True, o_v[:, None], V, PARTS, SUB)
+            key = tl.load(p_left + (1 + i) * K)
+            tile = add_outer(tile, update, hand_out(key, 1, BLOCK_K, BLOCKS, LEVELS), PARTS, BLOCKS)
     p_new = find_written(lines, write - LINE_SHIFT, i_hv, V * K, APART)
     if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
         store_tile(p_new, tile, o_v[:, None], V, K, PARTS, SUB, BLOCK_K)
 
     # Row t is u_t as soon as what the tokens before it add is in it.
-    if not PAIRS_EARLY:
-        pairs = load_pairs(p_room, n, K, BLOCK_K)
     seen, outputs = multiply_pairs(tile, pairs, PARTS, SUB, BLOCK_K, BLOCKS)
     updates = ()
     for r in tl.static_range(PARTS):
@@ -190,12 +164,12 @@ def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor)
     """
     if rows.num_rows == 0:
         return
-    heads, overlap = inputs.heads, OVERLAP and can_overlap(inputs.v)
+    heads, overlap = inputs.heads, can_overlap(inputs.v)
     size = (rows.num_rows, heads.num_value_heads, count_room(heads.key_dim))
     room = torch.empty(size, dtype=torch.float32, device=inputs.device)
     vector = LOAD_BYTES // lines.state.element_size()
     block_k = ROW_THREADS * vector
-    (token_halves if HALVES else tokens).prepare_tokens(inputs, lines, rows, room, block_k, overlap=overlap)
+    prepare_tokens(inputs, lines, rows, room, block_k, overlap=overlap)
     unit, (_, _, v_units) = inputs.count_strides(vector)
     _verify_keyed[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, PARTS * SUB),)](
         inputs.v,
@@ -210,9 +184,7 @@ def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor)
         PARTS=PARTS,
         SUB=SUB,
         BLOCK_K=block_k,
-        AT_ONCE=AT_ONCE,
-        HANDED_OUT=HANDED_OUT,
-        PAIRS_EARLY=PAIRS_EARLY,
+        AT_ONCE=AT_ONCE[lines.state.element_size()],
         LEVELS=(heads.key_dim // block_k).bit_length() - 1,
         num_warps=1,
         num_stages=1,

@@ -12,7 +12,7 @@ from rigs.kernels.gluon_on_cpu import OnCpu
 from rigs.kernels.kda_batches import KdaLayer, make_kda_batch
 from rigs.kernels.paths import InterpretedPath
 from rigs.kernels.recurrence_checks import check_against_reference, check_rows_are_apart, check_written_elsewhere
-from rigs.kernels.walks import cut_rows
+from rigs.kernels.walks import ALIGNED, cut_rows
 from rigs.kernels.waypoint_checks import check_waypoints, leave_states
 
 chunk = pytest.importorskip("deltaline_kernels.kda.chunk", reason="triton is not installed")
@@ -20,11 +20,6 @@ hopper_chunk = pytest.importorskip("deltaline_kernels.kda.hopper_chunk", reason=
 transform = pytest.importorskip("deltaline_kernels.kda.transform", reason="triton is not installed")
 hopper_transform = pytest.importorskip("deltaline_kernels.kda.hopper_transform", reason="triton is not installed")
 
-hopper_pairs = pytest.importorskip("deltaline_kernels.kda.hopper_pairs", reason="triton is not installed")
-hopper_stacked = pytest.importorskip("deltaline_kernels.kda.hopper_stacked", reason="triton is not installed")
-
-# Rows of q, k and v at multiples of 16 values: copies of 16 bytes reach all tokens.
-PAD = 16
 HALF = InterpretedPath("cpu", torch.float16)
 LAYER = KdaLayer(H=1, HV=2, K=64, V=64)
 WALKED = [Row(1), Row(200, replayed=2, half=1), Row(64, skipped=True), Row(128, to="nowhere")]
@@ -37,10 +32,6 @@ def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (chunk, transform):
         monkeypatch.setattr(module, "on_hopper", lambda *_: True)
     monkeypatch.setattr(hopper_transform, "pair_kernel", OnCpu(hopper_transform.pair_kernel))
-    for module in (hopper_pairs, hopper_stacked):
-        monkeypatch.setattr(module, "pair_kernel", OnCpu(module.pair_kernel))
-        # So that a program has several chunks.
-        monkeypatch.setattr(module, "PROGRAMS", 3)
     monkeypatch.setattr(hopper_chunk, "walk_kernel", OnCpu(hopper_chunk.walk_kernel))
 
 
@@ -48,8 +39,18 @@ def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_walk_matches_the_reference(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_rows(monkeypatch, chunk, length)
     layer = KdaLayer(H=1, HV=2, K=128, V=64, lower_bound=-5.0)
-    batch = make_kda_batch(ROWS, HALF, layer, max_short=1, padding=PAD)
+    batch = make_kda_batch(ROWS, HALF, layer, max_short=1, padding=ALIGNED)
     check_against_reference(batch, HALF, torch.float16)
+
+
+@pytest.mark.parametrize("K", [64, 128])
+def test_walk_of_many_heads_matches_the_reference(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its programs have 128 rows of the state."""
+    monkeypatch.setattr(hopper_chunk, "MANY_HEADS", 1)
+    layer = KdaLayer(H=1, HV=2, K=K, V=256)
+    check_against_reference(make_kda_batch(ROWS, HALF, layer, max_short=1, padding=ALIGNED), HALF, torch.float16)
+    make = partial(make_kda_batch, WALKED, HALF, layer, padding=ALIGNED)
+    check_waypoints(make, HALF, partial(leave_states, HALF), WALKED, WALKED_PLACES)
 
 
 @pytest.mark.parametrize(("bound", "dtype"), [(None, torch.float16), (-0.02, torch.bfloat16)])
@@ -58,7 +59,7 @@ def test_pairs_that_are_far_apart_count(bound: float | None, dtype: torch.dtype)
 
 
 def test_walk_writes_lines_where_they_lie() -> None:
-    check_written_elsewhere(make_kda_batch(ROWS, HALF, LAYER, max_short=1, padding=PAD))
+    check_written_elsewhere(make_kda_batch(ROWS, HALF, LAYER, max_short=1, padding=ALIGNED))
 
 
 @pytest.mark.parametrize("length", [0, 64], ids=["whole", "parts"])
@@ -66,7 +67,7 @@ def test_row_in_chunks_does_not_depend_on_its_neighbours(length: int, monkeypatc
     """Also those that share its last tile."""
     cut_rows(monkeypatch, chunk, length)
     rows = [Row(30), Row(100, replayed=1), Row(65, fresh=True), Row(64)]
-    check_rows_are_apart(lambda: make_kda_batch(rows, HALF, LAYER, padding=PAD), rows, HALF)
+    check_rows_are_apart(lambda: make_kda_batch(rows, HALF, LAYER, padding=ALIGNED), rows, HALF)
 
 
 @pytest.mark.parametrize("length", [0, 64, 128], ids=["whole", "parts-of-64", "parts-of-128"])
@@ -74,5 +75,5 @@ def test_a_waypoint_is_what_the_tokens_before_it_leave(length: int, monkeypatch:
     """In parts with a state of 16 bits, which is rounded where it is stored."""
     dtype = torch.bfloat16 if length else torch.float32
     cut_rows(monkeypatch, chunk, length)
-    make = partial(make_kda_batch, WALKED, HALF, LAYER, state_dtype=dtype, padding=PAD)
+    make = partial(make_kda_batch, WALKED, HALF, LAYER, state_dtype=dtype, padding=ALIGNED)
     check_waypoints(make, HALF, partial(leave_states, HALF), WALKED, WALKED_PLACES)

@@ -125,8 +125,8 @@ def _copy_to_global(tiles: Tiles, at: list[Any], shared: Shared) -> None:
 
 
 def _copy_values(shared: Shared, pointer: Pointer, mask: Any) -> None:
-    # Of a copy that its mask switches off zeros are left.
-    shared.tensor.copy_(_load(pointer, mask))
+    mask, found = pointer.places(mask)
+    shared.tensor[mask] = pointer.memory[found[mask]]
 
 
 def _multiply(a: Any, b: Any, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
