@@ -32,6 +32,7 @@ from deltaline_kernels import (
 )
 from deltaline_kernels.device.delta_rule.inputs import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
+from deltaline_kernels.kda.plan import MANY_HEADS as MANY_WALKED_HEADS
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.moe import plan, route_tokens_reference
 from deltaline_kernels.selftest import attention as attention_selftest
@@ -42,7 +43,7 @@ from deltaline_kernels.selftest import mhc as mhc_selftest
 from deltaline_kernels.selftest import moe as moe_selftest
 from deltaline_kernels.selftest import parts as parts_selftest
 from deltaline_kernels.selftest import run as selftest
-from deltaline_kernels.selftest.shapes import Shapes, batches
+from deltaline_kernels.selftest.shapes import Shapes, batches, many_prefills
 
 
 def families(recurrence: str, *more: str) -> set[str]:
@@ -69,6 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "delta-bf16-state": ("gated_delta", {"state_dtype": torch.bfloat16}),
     "kda": ("kda", {"num_key_heads": 4}),
+    "kda-large": ("kda", {"num_key_heads": 32, "num_value_heads": 32, "key_dim": 128, "value_dim": 128}),
     "kda-odd": ("kda", {"num_key_heads": 1, "num_value_heads": 3, "key_dim": 24, "value_dim": 40, "lower_bound": -5.0}),
     "mamba1": ("mamba1", {"num_key_heads": 0, "num_value_heads": 1, "key_dim": 16, "has_conv_bias": True}),
     "mamba1-odd": (
@@ -119,7 +121,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_selftest_takes_a_model(path: Path, model: str) -> None:
-    if path.device == "cpu" and model in ("delta-large", "latents-large"):
+    if path.device == "cpu" and model in ("delta-large", "kda-large", "latents-large"):
         pytest.skip("large sizes are for compiled kernels: on a CPU they take a minute and are no other code")
     recurrence, sizes = MODELS[model]
     checks = run_selftest(path.device, path.dtype, recurrence=recurrence, **sizes)
@@ -326,6 +328,8 @@ def test_few_and_many_rows_of_any_number_of_heads(num_heads: int) -> None:
         programs = [rows.num_rows * num_heads for rows in found if least <= rows.max_length <= most]
         assert min(programs) < min(MANY_DELTA_HEADS, MANY_MAMBA_HEADS)
         assert max(programs) >= max(MANY_DELTA_HEADS, MANY_MAMBA_HEADS)
+    long, kept = many_prefills(num_heads, 4, "meta").values()
+    assert long.num_rows * num_heads >= MANY_WALKED_HEADS and long.waypoints is None and kept.waypoints is not None
 
 
 def shapes_of(recurrence: str, heads: DeltaHeads) -> Shapes:

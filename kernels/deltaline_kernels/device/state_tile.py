@@ -73,6 +73,26 @@ def load_key(pointer, mask, K: tl.constexpr, SUB: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
+def hand_out(key, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr, LEVELS: tl.constexpr):
+    """Return a key `[BLOCK_K * 2 ** LEVELS]`, of which each thread has values of its own, as SUB rows have it.
+
+    A tuple of the first BLOCKS blocks, `[SUB, BLOCK_K]` each: one exchange through shared memory.
+    """
+    blocks = (key,)
+    for level in tl.static_range(LEVELS):
+        halves = ()
+        for j in tl.static_range(1 << level):
+            apart = tl.permute(tl.reshape(blocks[j], (2, BLOCK_K << (LEVELS - 1 - level))), (1, 0))
+            low, high = tl.split(apart)
+            halves = halves + (low, high)
+        blocks = halves
+    rows = ()
+    for j in tl.static_range(BLOCKS):
+        rows = rows + (tl.broadcast_to(blocks[j][None, :], (SUB, BLOCK_K)),)
+    return rows
+
+
+@triton.jit
 def load_values(pointer, mask, o_v, V: tl.constexpr, PARTS: tl.constexpr, SUB: tl.constexpr):
     """Return the values of every part at `pointer` `[V]`, as they come; anything where `mask` is not set."""
     values = ()
@@ -153,15 +173,6 @@ def add_outer(tile, updates, k, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def exponentials(tensors, COUNT: tl.constexpr):
-    """Return exp of the first COUNT of `tensors`."""
-    raised = ()
-    for j in tl.static_range(COUNT):
-        raised = raised + (tl.exp(tensors[j]),)
-    return raised
-
-
-@triton.jit
 def load_record(
     pointer,
     i_h,
@@ -174,12 +185,8 @@ def load_record(
     PARTS: tl.constexpr,
     SUB: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    KEYED: tl.constexpr = False,
 ):
-    """Return k, u of every part and g of the draft at `pointer`, of one head; g in the shape of k if KEYED."""
+    """Return k, u of every part and g of the draft at `pointer`, of one head."""
     k = load_key(pointer + i_h * K, True, K, SUB, BLOCK_K)
     updates = load_values(pointer + H * K + i_hv * V, True, o_v, V, PARTS, SUB)
-    if KEYED:
-        return k, updates, load_key(pointer + H * K + HV * V + i_hv * K, True, K, SUB, BLOCK_K)
-    else:
-        return k, updates, tl.load(pointer + H * K + HV * V + i_hv)
+    return k, updates, tl.load(pointer + H * K + HV * V + i_hv)

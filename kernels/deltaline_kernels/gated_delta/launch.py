@@ -8,9 +8,9 @@ from torch import Tensor
 
 from deltaline_kernels.device.delta_rule.at_once import can_verify
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
-from deltaline_kernels.device.delta_rule.recurrent import launch_recurrent
 from deltaline_kernels.gated_delta.chunk import launch_chunk
 from deltaline_kernels.gated_delta.exact_chunk import launch_exact_chunk
+from deltaline_kernels.gated_delta.recurrent import launch_recurrent
 from deltaline_kernels.gated_delta.verify import launch_verify
 from deltaline_kernels.rows import Rows, StateLines
 

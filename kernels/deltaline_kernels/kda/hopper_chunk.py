@@ -28,14 +28,15 @@ from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.device.delta_rule.parts import is_aligned
 from deltaline_kernels.device.hopper import barrier, copy_rest
 from deltaline_kernels.device.row_splits import RowSplits
-from deltaline_kernels.kda.plan import BLOCK_V, CHUNK
+from deltaline_kernels.kda.plan import BLOCK_V, CHUNK, MANY_BLOCK_V, MANY_HEADS
 from deltaline_kernels.kda.transform import Chunks
 from deltaline_kernels.rows import Rows, StateLines
 
-# Each warp has 16 rows of the state.
-WARPS = BLOCK_V // 16
-# Chunks whose tiles are in shared memory or on their way, with outputs and without: then two programs have room.
-STAGES, ENDS_STAGES = 3, 2
+# Rows of the state that a warp has.
+WARP_ROWS = 16
+# Chunks whose tiles are in shared memory or on their way: in walks with outputs and without, of which two programs have
+# room then, and in those of many heads, of which one has.
+STAGES, ENDS_STAGES, MANY_STAGES = 3, 2, 2
 
 
 @gluon.jit
@@ -326,12 +327,16 @@ def launch_walk(
     def tiles(matrix: Tensor, width: int) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(matrix, [CHUNK, width], gl.NVMMASharedLayout(min(128, 2 * width), 16, 2))
 
-    blocks = heads.value_dim // BLOCK_V + (heads.key_dim // BLOCK_V if ends_only else 0)
+    block_v, stages = BLOCK_V, ENDS_STAGES if ends_only else STAGES
+    is_many = rows.num_rows * heads.num_value_heads >= MANY_HEADS
+    if is_many and plan.num_parts == 1 and heads.value_dim % MANY_BLOCK_V == 0:
+        block_v, stages = MANY_BLOCK_V, MANY_STAGES
+    blocks = heads.value_dim // block_v + (heads.key_dim // block_v if ends_only else 0)
     walk_kernel[(rows.num_rows * plan.num_parts * heads.num_value_heads * blocks,)](
         *(tiles(matrix.flatten(0, 2), heads.key_dim) for matrix in (chunks.queries, chunks.keys, chunks.rests)),
         *(tiles(matrix.flatten(0, 2), CHUNK) for matrix in (chunks.scores, chunks.transforms)),
-        tiles(inputs.v, BLOCK_V),
-        tiles(o.flatten(1), BLOCK_V),
+        tiles(inputs.v, block_v),
+        tiles(o.flatten(1), block_v),
         (chunks.total, inputs.v, inputs.v.stride(0)),
         ends,
         *lines.arguments(rows, o),
@@ -339,11 +344,11 @@ def launch_walk(
         plan.part_length,
         None if ends_only else rows.waypoints,
         **inputs.sizes,
-        BLOCK_V=BLOCK_V,
+        BLOCK_V=block_v,
         CHUNK=CHUNK,
         **lines.constants,
         ENDS=ends_only,
-        STAGES=ENDS_STAGES if ends_only else STAGES,
-        WARPS=WARPS,
-        num_warps=WARPS,
+        STAGES=stages,
+        WARPS=block_v // WARP_ROWS,
+        num_warps=block_v // WARP_ROWS,
     )

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from deltaline_kernels.device.delta_rule.at_once import can_verify
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
-from deltaline_kernels.device.delta_rule.recurrent import launch_recurrent
 from deltaline_kernels.kda.chunk import LARGEST_KEY, launch_chunk
+from deltaline_kernels.kda.recurrent import launch_recurrent
 from deltaline_kernels.kda.verify import launch_verify
 from deltaline_kernels.rows import Rows, StateLines
 

@@ -16,6 +16,9 @@ CHUNK = 64
 BLOCK_V = 64
 PROGRAMS = 132
 FEWEST_PARTS, SHORTEST_PART = 3, 512
+# From so many heads of all rows on, walks of whole rows take so many rows of the state, so that a chunk is copied once
+# for them. Of fewer heads that would leave too few programs.
+MANY_HEADS, MANY_BLOCK_V = 2 * PROGRAMS, 128
 
 
 def choose_plan(heads: DeltaHeads, num_rows: int, num_tokens: int, max_length: int) -> RowSplits:

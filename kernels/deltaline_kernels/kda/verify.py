@@ -27,6 +27,7 @@ from deltaline_kernels.device.state_tile import (
     add_outer,
     below,
     decay_keys,
+    hand_out,
     load_tile,
     load_values,
     store_tile,
@@ -40,9 +41,12 @@ from deltaline_kernels.rows import Rows, StateLines
 ROW_THREADS, LOAD_BYTES = 4, 16
 # Rows of a part of the state.
 SUB = 16
-# Parts of the state per program, registers, and records that are loaded at once. Each program is one warp: several
-# would exchange operands. Measurements: docs/log.md.
-PARTS, MAX_REGISTERS, AT_ONCE = 1, 128, 2
+# Parts of the state per program, and registers, of which three warps share those of a scheduler. Each program is one
+# warp: several would exchange operands. Measurements: docs/log.md.
+PARTS, MAX_REGISTERS = 1, 168
+# Records that are asked for before the state has come, by the bytes of its values: those of 2 bytes take registers of
+# their own until they are fp32.
+AT_ONCE = {4: 3, 2: 2}
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -68,6 +72,7 @@ def _verify_keyed(
     SUB: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = K // BLOCK_K
     BLOCK_V: tl.constexpr = PARTS * SUB
@@ -91,6 +96,11 @@ def _verify_keyed(
         inside = (o_t < n) & below(o_r, V, BLOCK_V)
         values = values + (tl.load(v + (begin + o_t) * v_stride + i_hv * V + o_r, mask=inside, other=0.0),)
     p_old = find_drafts(lines, read - LINE_SHIFT, half) + H * K + i_hv * V
+    # A program asks for all that it needs before it waits for the state. Keys it holds as its threads loaded them, a
+    # few channels each: those of every row are handed theirs where they are needed.
+    drafted, held = (), ()
+    for j in tl.static_range(AT_ONCE):
+        drafted = drafted + (load_values(p_old + j * RECORD, j < replayed, o_v[:, None], V, PARTS, SUB),)
 
     if OVERLAP:
         gdc_wait()
@@ -100,25 +110,28 @@ def _verify_keyed(
     o_earlier = tl.arange(0, TOKENS)[None, :]
     to_updates = tl.load(p_between + o_t * TOKENS + o_earlier)
     to_outputs = tl.load(p_between + SQUARE + o_t * TOKENS + o_earlier)
+    p_left = p_room + OLD * K + tl.arange(0, K)
+    left = tl.load(p_left, mask=replayed > 0)
+    for j in tl.static_range(AT_ONCE):
+        held = held + (tl.load(p_left + (1 + j) * K, mask=j < replayed),)
+    pairs = load_pairs(p_room, n, K, BLOCK_K)
+
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
-        tile = decay_keys(tile, load_keys(p_room + OLD * K, True, K, BLOCK_K), PARTS, BLOCKS)
-        for first in range(0, replayed, AT_ONCE):
-            keys, drafted = (), ()
-            for j in tl.static_range(AT_ONCE):
-                # The last one comes again.
-                i = tl.minimum(first + j, replayed - 1)
-                keys = keys + (load_keys(p_room + (OLD + 1 + i) * K, True, K, BLOCK_K),)
-                drafted = drafted + (load_values(p_old + i * RECORD, True, o_v[:, None], V, PARTS, SUB),)
-            for j in tl.static_range(AT_ONCE):
-                if first + j < replayed:
-                    tile = add_outer(tile, drafted[j], keys[j], PARTS, BLOCKS)
+        tile = decay_keys(tile, hand_out(left, 1, BLOCK_K, BLOCKS, LEVELS), PARTS, BLOCKS)
+        for j in tl.static_range(AT_ONCE):
+            if j < replayed:
+                tile = add_outer(tile, drafted[j], hand_out(held[j], 1, BLOCK_K, BLOCKS, LEVELS), PARTS, BLOCKS)
+        for i in range(AT_ONCE, replayed):
+            update = load_values(p_old + i * RECORD, True, o_v[:, None], V, PARTS, SUB)
+            key = tl.load(p_left + (1 + i) * K)
+            tile = add_outer(tile, update, hand_out(key, 1, BLOCK_K, BLOCKS, LEVELS), PARTS, BLOCKS)
     p_new = find_written(lines, write - LINE_SHIFT, i_hv, V * K, APART)
     if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
         store_tile(p_new, tile, o_v[:, None], V, K, PARTS, SUB, BLOCK_K)
 
     # Row t is u_t as soon as what the tokens before it add is in it.
-    seen, outputs = multiply_pairs(tile, load_pairs(p_room, n, K, BLOCK_K), PARTS, SUB, BLOCK_K, BLOCKS)
+    seen, outputs = multiply_pairs(tile, pairs, PARTS, SUB, BLOCK_K, BLOCKS)
     updates = ()
     for r in tl.static_range(PARTS):
         updates = updates + (beta * (values[r].to(tl.float32) - seen[r]),)
@@ -171,7 +184,8 @@ def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor)
         PARTS=PARTS,
         SUB=SUB,
         BLOCK_K=block_k,
-        AT_ONCE=AT_ONCE,
+        AT_ONCE=AT_ONCE[lines.state.element_size()],
+        LEVELS=(heads.key_dim // block_k).bit_length() - 1,
         num_warps=1,
         num_stages=1,
         maxnreg=MAX_REGISTERS,

@@ -42,6 +42,7 @@ from deltaline_kernels.selftest.shapes import (
     Part,
     Shapes,
     batches,
+    many_prefills,
     projected,
     short_batches,
     waypoint_batch,
@@ -255,6 +256,9 @@ def _mixer_parts(shapes: Shapes, device: torch.device | str) -> Iterator[Part]:
     yield of_random(partial(_compare_mixer, compare=compare, batch="prefill with waypoints", rows=rows, shapes=shapes))
     if torch.device(device).type != "cpu" and has_parts(shapes):
         yield of_random(partial(_compare_parts, shapes=shapes, device=device))
+    if torch.device(device).type != "cpu" and shapes.recurrence == "kda":
+        for batch, rows in many_prefills(shapes.heads.num_value_heads, shapes.max_draft, device).items():
+            yield of_random(partial(_compare_mixer, compare=compare, batch=batch, rows=rows, shapes=shapes))
     for batch, rows in short_batches(shapes.max_draft, device).items():
         yield of_random(partial(_compare_short_rows, batch=batch, rows=rows, shapes=shapes))
 

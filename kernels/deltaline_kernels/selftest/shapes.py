@@ -10,6 +10,7 @@ from torch import Tensor
 from deltaline_kernels.attention.plan import AttentionHeads
 from deltaline_kernels.device.delta_rule.inputs import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
+from deltaline_kernels.kda.plan import MANY_HEADS as MANY_WALKED_HEADS
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 
@@ -105,6 +106,19 @@ def waypoint_batch(max_draft: int, device: torch.device | str) -> Rows:
     waypoints = [(0, 64, 4), (0, 128, 5)] if max_draft < WAYPOINT_TOKENS else None
     fields = (lengths, [0, 1], [2, 3], lengths, [0, 0], [0, 0])
     return Rows.build(*fields, max_short=max_draft, device=device, waypoints=waypoints)
+
+
+def many_prefills(num_heads: int, max_draft: int, device: torch.device | str) -> dict[str, Rows]:
+    """Rows of as many heads as KDA has a walk of its own for, without and with a waypoint, in the last line."""
+    lengths = [130] * -(-MANY_WALKED_HEADS // num_heads)
+    zeros = [0] * len(lengths)
+    lines = [*range(1, len(lengths)), 0]
+    found = {}
+    for name, line in (("many prefills", None), ("many prefills with a waypoint", len(lengths))):
+        waypoints = None if line is None or max_draft >= WAYPOINT_TOKENS else [(0, 128, line)]
+        fields = (lengths, lines, lines, lengths, zeros, zeros)
+        found[name] = Rows.build(*fields, max_short=max_draft, device=device, waypoints=waypoints)
+    return found
 
 
 def short_batches(max_draft: int, device: torch.device | str) -> dict[str, Rows]:

@@ -184,7 +184,7 @@ def test_delta_names_the_wrong_argument() -> None:
 
 def use_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let few rows have the tiles of many."""
-    recurrent = pytest.importorskip("deltaline_kernels.device.delta_rule.recurrent", reason="triton is not installed")
+    recurrent = pytest.importorskip("deltaline_kernels.gated_delta.recurrent", reason="triton is not installed")
     monkeypatch.setattr(recurrent, "MANY_HEADS", 1)
 
 

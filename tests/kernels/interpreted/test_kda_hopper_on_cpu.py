@@ -43,6 +43,16 @@ def test_walk_matches_the_reference(length: int, monkeypatch: pytest.MonkeyPatch
     check_against_reference(batch, HALF, torch.float16)
 
 
+@pytest.mark.parametrize("K", [64, 128])
+def test_walk_of_many_heads_matches_the_reference(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its programs have 128 rows of the state."""
+    monkeypatch.setattr(hopper_chunk, "MANY_HEADS", 1)
+    layer = KdaLayer(H=1, HV=2, K=K, V=256)
+    check_against_reference(make_kda_batch(ROWS, HALF, layer, max_short=1, padding=ALIGNED), HALF, torch.float16)
+    make = partial(make_kda_batch, WALKED, HALF, layer, padding=ALIGNED)
+    check_waypoints(make, HALF, partial(leave_states, HALF), WALKED, WALKED_PLACES)
+
+
 @pytest.mark.parametrize(("bound", "dtype"), [(None, torch.float16), (-0.02, torch.bfloat16)])
 def test_pairs_that_are_far_apart_count(bound: float | None, dtype: torch.dtype) -> None:
     checks.test_pairs_that_are_far_apart_count(InterpretedPath("cpu", dtype), bound)

@@ -238,5 +238,5 @@ def make_correlated(batch: KdaBatch) -> KdaBatch:
 
 def use_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let few rows have the tiles of many."""
-    recurrent = pytest.importorskip("deltaline_kernels.device.delta_rule.recurrent", reason="triton is not installed")
+    recurrent = pytest.importorskip("deltaline_kernels.kda.recurrent", reason="triton is not installed")
     monkeypatch.setattr(recurrent, "MANY_HEADS", 1)

@@ -11,12 +11,13 @@ from rigs.kernels.batches import Row
 from rigs.kernels.graphs import check_replay
 from rigs.kernels.kda_batches import KdaLayer, make_kda_batch
 from rigs.kernels.paths import Path
-from rigs.kernels.recurrence_checks import check_against_reference, check_rows_are_apart
+from rigs.kernels.recurrence_checks import check_against_reference, check_rows_are_apart, same_bits
 from rigs.kernels.recurrence_rows import LONG_ROWS
 from rigs.kernels.tolerance import assert_close
 from rigs.kernels.walks import ALIGNED, cut_rows
 
 chunk = pytest.importorskip("deltaline_kernels.kda.chunk", reason="triton is not installed")
+hopper_chunk = pytest.importorskip("deltaline_kernels.kda.hopper_chunk", reason="triton is not installed")
 transform = pytest.importorskip("deltaline_kernels.kda.transform", reason="triton is not installed")
 
 SMALL = KdaLayer(H=1, HV=1, K=64, V=64)
@@ -74,6 +75,22 @@ def test_every_length_matches_the_reference(half_path: Path) -> None:
     check_against_reference(
         make_kda_batch(rows, half_path, SMALL, max_short=1, padding=ALIGNED), half_path, half_path.dtype
     )
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", ["128-128-grouped", "64-128-weaker-bound"])
+def test_rows_of_many_heads_are_those_of_few_to_the_bit(
+    half_path: Path, layer: str, state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The walk through whole rows of many heads has more rows of the state in a program."""
+    use_kernels(monkeypatch, "hopper")
+    cut_rows(monkeypatch, chunk, 0)
+    few = make_kda_batch(LONG_ROWS, half_path, LAYERS[layer], max_short=1, padding=ALIGNED, state_dtype=state_dtype)
+    many = few.clone()
+    want = few.run(half_path)
+    monkeypatch.setattr(hopper_chunk, "MANY_HEADS", 1)
+    assert same_bits(many.run(half_path), want)
+    assert same_bits(many.state, few.state)
 
 
 def test_parts_leave_what_the_whole_row_leaves(half_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

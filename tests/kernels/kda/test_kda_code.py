@@ -12,7 +12,7 @@ import pytest
 import torch
 from rigs.kernels.batches import Row
 from rigs.kernels.compiled import compile_launches, on_meta
-from rigs.kernels.kda_batches import KdaLayer, make_kda_batch
+from rigs.kernels.kda_batches import KdaBatch, KdaLayer, make_kda_batch
 from rigs.kernels.paths import Path
 from rigs.kernels.walks import ALIGNED, cut_rows
 
@@ -23,54 +23,67 @@ LAYER = KdaLayer(H=1, HV=1, K=128, V=128)
 # Registers that an instruction writes, by the width that its name says.
 WIDTHS = {".64": 2, ".128": 4}
 WRITES = re.compile(r"^(?:@!?U?P\w+ )?([A-Z]\S*) (?:U?P\w+, )*R(\d+)\b")
+LOCAL = re.compile(r"\b(LDL|STL)\b")
 PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)")
 
 
 def compile_rows(monkeypatch: pytest.MonkeyPatch, layer: KdaLayer, dtype: torch.dtype) -> list[Any]:
     """Return what a short and a long row launch."""
+    rows = [Row(1), Row(70)]
+    return compile_batch(monkeypatch, make_kda_batch(rows, Path("cpu", dtype), layer, padding=ALIGNED, max_short=1))
+
+
+def compile_batch(monkeypatch: pytest.MonkeyPatch, batch: KdaBatch) -> list[Any]:
     pytest.importorskip("triton", reason="triton is not installed")
-    batch = make_kda_batch([Row(1), Row(70)], Path("cpu", dtype), layer, padding=ALIGNED, max_short=1)
     moved = batch.replaced(**{field.name: on_meta(getattr(batch, field.name)) for field in fields(batch)})
     return compile_launches(monkeypatch, moved.run_public)
 
 
 @cache
-def compile_parts() -> dict[str, list[str]]:
-    """Return the instructions of what a long row in parts launches, by its name."""
+def compile_long() -> dict[str, list[str]]:
+    """Return the instructions of what a long row launches, in parts and of many heads, by its name."""
     chunk = pytest.importorskip("deltaline_kernels.kda.chunk", reason="triton is not installed")
     with pytest.MonkeyPatch.context() as patch:
         cut_rows(patch, chunk, 64)
         _, pairs, inverse, ends, join, walk = compile_rows(patch, LAYER, torch.bfloat16)
-    kernels = {"pairs": pairs, "inverse": inverse, "ends": ends, "join": join, "walk": walk}
-    return {name: [x.split("\t")[-1].strip() for x in of.asm["sass"].splitlines()] for name, of in kernels.items()}
+        cut_rows(patch, chunk, 0)
+        patch.setattr(pytest.importorskip("deltaline_kernels.kda.hopper_chunk"), "MANY_HEADS", 1)
+        *_, wide = compile_rows(patch, LAYER, torch.bfloat16)
+    assert (walk.metadata.num_warps, wide.metadata.num_warps) == (4, 8)
+    kernels = {"pairs": pairs, "inverse": inverse, "ends": ends, "join": join, "walk": walk, "wide walk": wide}
+    return {name: instructions(kernel) for name, kernel in kernels.items()}
+
+
+def instructions(kernel: Any) -> list[str]:
+    return [line.split("\t")[-1].strip() for line in kernel.asm["sass"].splitlines()]
 
 
 def test_long_rows_take_the_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = compile_rows(monkeypatch, LAYER, torch.bfloat16)
-    assert [kernel.metadata.name for kernel in kernels] == ["_recurrent", "pair_kernel", "_invert", "walk_kernel"]
+    assert [kernel.metadata.name for kernel in kernels] == ["_recurrent_keyed", "pair_kernel", "_invert", "walk_kernel"]
 
 
 def test_other_products_of_chunks_are_synchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of asynchronous ones the assembler may overwrite operands in registers: docs/kernels.md."""
     kernels = compile_rows(monkeypatch, KdaLayer(H=1, HV=1, K=70, V=35), torch.bfloat16)
-    assert [kernel.metadata.name for kernel in kernels] == ["_recurrent", "_transform", "_invert", "_advance"]
+    assert [kernel.metadata.name for kernel in kernels] == ["_recurrent_keyed", "_transform", "_invert", "_advance"]
     for kernel in kernels[1:]:
         assert "mma.sync" in kernel.asm["ptx"] and "wgmma" not in kernel.asm["ptx"]
 
 
 def test_operands_of_pairs_are_in_shared_memory() -> None:
-    products = [line for line in compile_parts()["pairs"] if "HGMMA" in line]
+    products = [line for line in compile_long()["pairs"] if "HGMMA" in line]
     assert products and not [line for line in products if PRODUCT.search(line)]
 
 
-@pytest.mark.parametrize("name", ["ends", "walk"])
+@pytest.mark.parametrize("name", ["ends", "walk", "wide walk"])
 def test_walks_spill_nothing_and_overwrite_no_operand_of_a_running_product(name: str) -> None:
     """The state and the updates are operands in registers, which an assembler may hand to something else too early."""
     running: list[set[int]] = [set()]
     num_products = 0
-    for line in compile_parts()[name]:
-        assert not re.search(r"\b(LDL|STL)\b", line), line
+    for line in compile_long()[name]:
+        assert not LOCAL.search(line), line
         if "HGMMA" in line:
             if found := PRODUCT.search(line):
                 num_products += 1
@@ -87,7 +100,24 @@ def test_walks_spill_nothing_and_overwrite_no_operand_of_a_running_product(name:
     assert num_products > 0
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("row", "dtype"),
+    [(Row(1), torch.bfloat16), (Row(5, verify=True, replayed=3), torch.float32)],
+    ids=["decode", "verify-fp32"],
+)
+def test_many_heads_token_by_token_spill_nothing(
+    monkeypatch: pytest.MonkeyPatch, row: Row, dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    layer = KdaLayer(H=16, HV=32, K=128, V=128, M=5)
+    (kernel,) = compile_batch(
+        monkeypatch, make_kda_batch([row] * 8, Path("cpu", dtype), layer, state_dtype=state_dtype)
+    )
+    assert kernel.metadata.num_warps == 1
+    assert not [line for line in instructions(kernel) if LOCAL.search(line)]
+
+
 @pytest.mark.parametrize(("size", "dtype"), [(64, torch.float32), (256, torch.bfloat16)], ids=["fp32", "keys-of-256"])
 def test_rows_without_chunks_go_token_by_token(monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype) -> None:
     kernels = compile_rows(monkeypatch, KdaLayer(H=1, HV=1, K=size, V=32, lower_bound=-5.0), dtype)
-    assert [kernel.metadata.name for kernel in kernels] == ["_recurrent", "_recurrent"]
+    assert [kernel.metadata.name for kernel in kernels] == ["_recurrent_keyed", "_recurrent_keyed"]

@@ -1,8 +1,6 @@
-"""The delta rule token by token in Triton: decode, verify and the replay of accepted drafts in one kernel.
+"""The gated delta rule token by token in Triton: decode, verify and the replay of accepted drafts in one kernel.
 
     h = exp(g) h;  u = beta (v - h k);  h += u k^T;  o = h q
-
-With a decay per head that goes to a factor of the whole tile; with one per key channel the tile is decayed itself.
 
 A program holds some rows of one head's state in registers: it folds the replayed drafts, stores the state if the row
 commits nothing itself, then runs the row's tokens. Decode is a verify of one token that commits it. A verify keeps each
@@ -14,15 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.device.delta_rule.gates import key_log_decay, read_gates, read_strength
+from deltaline_kernels.device.delta_rule.gates import read_gates
 from deltaline_kernels.device.delta_rule.inputs import MANY_HEADS, DeltaInputs
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.row import TOKEN_LINES, load_row
 from deltaline_kernels.device.state_tile import (
-    add_outer,
     below,
-    decay_keys,
-    exponentials,
     fold,
     load_key,
     load_record,
@@ -46,8 +41,6 @@ ROWS_PER_WARP = 4
 FEW, MANY, MANY_TOKENS = (2, 1, None), {4: (1, 2, 128), 2: (1, 8, 255)}, (1, 8, 255)
 # With larger keys these parts don't fit in the registers: half of them do.
 LARGEST_KEY = 128
-# With a decay per key channel, of many heads: decays take registers beside keys. Of five plans the fastest decode.
-MANY_KEYED = (1, 4, 255)
 # Records of accepted drafts loaded at once, while the state is on its way: as many as its registers have room for.
 AT_ONCE = tl.constexpr(3)
 
@@ -66,25 +59,12 @@ def _load_token(
     PARTS: tl.constexpr,
     SUB: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    KEYED: tl.constexpr,
 ):
     """Return q, k, v and the raw gates of a token of one head, as they come; anything where `mask` is not set."""
     q = load_key(p_q, mask, K, SUB, BLOCK_K)
     k = load_key(p_k, mask, K, SUB, BLOCK_K)
     values = load_values(p_v, mask, o_v, V, PARTS, SUB)
-    if KEYED:
-        return q, k, values, load_key(p_a, mask, K, SUB, BLOCK_K), tl.load(p_b, mask=mask)
-    else:
-        return q, k, values, tl.load(p_a, mask=mask), tl.load(p_b, mask=mask)
-
-
-@triton.jit
-def _read_key_gates(b_a, b_b, b_rate, biases, lower_bound, BLOCKS: tl.constexpr, RAW: tl.constexpr):
-    """Return g of a token's key channels, in the shape of a key, and beta, fp32."""
-    g = ()
-    for j in tl.static_range(BLOCKS):
-        g = g + (key_log_decay(b_a[j], b_rate, biases[j], lower_bound, RAW),)
-    return g, read_strength(b_b, RAW)
+    return q, k, values, tl.load(p_a, mask=mask), tl.load(p_b, mask=mask)
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -106,13 +86,11 @@ def _recurrent(
     q_units,
     k_units,
     v_units,
-    lower_bound,
     waypoints,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    KEYED: tl.constexpr,
     RAW: tl.constexpr,
     NORM: tl.constexpr,
     LINE_SHIFT: tl.constexpr,
@@ -126,8 +104,7 @@ def _recurrent(
 ):
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GATES: tl.constexpr = H * K + HV * V
-    DECAYS: tl.constexpr = K if KEYED else 1
-    RECORD: tl.constexpr = GATES + HV * DECAYS
+    RECORD: tl.constexpr = GATES + HV
     q, k, v = tokens
     a, b, A_log, dt_bias = gates
     # Multiples of UNIT and, for all the compiler knows, of no more: it loads q and k no wider than the state.
@@ -153,17 +130,13 @@ def _recurrent(
     p_q = q + begin * q_stride + i_h * K
     p_k = k + begin * k_stride + i_h * K
     p_v = v + begin * v_stride + i_hv * V
-    p_a = a + begin * a_stride + i_hv * DECAYS
+    p_a = a + begin * a_stride + i_hv
     p_b = b + begin * b_stride + i_hv
-    b_q, b_k, values, b_a, b_b = _load_token(p_q, p_k, p_v, p_a, p_b, o_v, n > 0, K, V, PARTS, SUB, BLOCK_K, KEYED)
+    b_q, b_k, values, b_a, b_b = _load_token(p_q, p_k, p_v, p_a, p_b, o_v, n > 0, K, V, PARTS, SUB, BLOCK_K)
     b_rate, b_bias = 0.0, 0.0
     if not RAW:
         b_rate = tl.load(A_log + i_hv).to(tl.float32)
-        if not KEYED:
-            b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
-    biases = b_q
-    if KEYED and not RAW:
-        biases = to_fp32(load_key(dt_bias + i_hv * K, True, K, SUB, BLOCK_K), BLOCKS)
+        b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
 
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
@@ -174,17 +147,12 @@ def _recurrent(
             waiting = ()
             for j in tl.static_range(AT_ONCE):
                 p_record = p_old + tl.minimum(i + j, replayed - 1) * RECORD
-                waiting = waiting + (load_record(p_record, i_h, i_hv, o_v, H, HV, K, V, PARTS, SUB, BLOCK_K, KEYED),)
+                waiting = waiting + (load_record(p_record, i_h, i_hv, o_v, H, HV, K, V, PARTS, SUB, BLOCK_K),)
             for j in tl.static_range(AT_ONCE):
                 if i + j < replayed:
-                    if KEYED:
-                        tile = decay_keys(tile, exponentials(waiting[j][2], BLOCKS), PARTS, BLOCKS)
-                        tile = add_outer(tile, waiting[j][1], waiting[j][0], PARTS, BLOCKS)
-                    else:
-                        rest *= tl.exp(waiting[j][2])
-                        tile, rest = fold(tile, rest, waiting[j][1], waiting[j][0], PARTS, BLOCKS)
-        if not KEYED:
-            tile = scale(tile, rest, PARTS * BLOCKS)
+                    rest *= tl.exp(waiting[j][2])
+                    tile, rest = fold(tile, rest, waiting[j][1], waiting[j][0], PARTS, BLOCKS)
+        tile = scale(tile, rest, PARTS * BLOCKS)
 
     p_new = find_written(lines, write - LINE_SHIFT, i_hv, V * K, APART)
     if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
@@ -196,10 +164,7 @@ def _recurrent(
     records_k = records_gates & (i_hv % (HV // H) == 0)
     p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half)
     b_q, b_k, values = to_fp32(b_q, BLOCKS), to_fp32(b_k, BLOCKS), to_fp32(values, PARTS)
-    if KEYED:
-        b_a, b_b = to_fp32(b_a, BLOCKS), b_b.to(tl.float32)
-    else:
-        b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
+    b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
     rest = 1.0
     for t in range(0, n):
         if not ONE:
@@ -210,13 +175,9 @@ def _recurrent(
             p_v += tl.where(more, v_stride, 0)
             p_a += tl.where(more, a_stride, 0)
             p_b += tl.where(more, b_stride, 0)
-            following = _load_token(p_q, p_k, p_v, p_a, p_b, o_v, True, K, V, PARTS, SUB, BLOCK_K, KEYED)
-        if KEYED:
-            g, beta = _read_key_gates(b_a, b_b, b_rate, biases, lower_bound, BLOCKS, RAW)
-            tile = decay_keys(tile, exponentials(g, BLOCKS), PARTS, BLOCKS)
-        else:
-            g, beta = read_gates(b_a, b_b, b_rate, b_bias, RAW)
-            rest *= tl.exp(g)
+            following = _load_token(p_q, p_k, p_v, p_a, p_b, o_v, True, K, V, PARTS, SUB, BLOCK_K)
+        g, beta = read_gates(b_a, b_b, b_rate, b_bias, RAW)
+        rest *= tl.exp(g)
         # The products of the tile don't wait for the norms, which are factors of their sums.
         factor_q, factor_k = query_scale, 1.0
         if NORM:
@@ -235,10 +196,7 @@ def _recurrent(
             updates = updates + (beta * (values[r] - rest * seen),)
         # Nobody reads what the last token of a VERIFY would leave.
         if (t + 1 < n) | (committed > 0):
-            if KEYED:
-                tile = add_outer(tile, updates, unit, PARTS, BLOCKS)
-            else:
-                tile, rest = fold(tile, rest, updates, unit, PARTS, BLOCKS)
+            tile, rest = fold(tile, rest, updates, unit, PARTS, BLOCKS)
         if TABLE:
             # What is stored is rounded, the tile that goes on is not.
             line = tl.load(control + (TOKEN_LINES + t) * control_stride + i_row).to(tl.int64)
@@ -267,25 +225,15 @@ def _recurrent(
             for r in tl.static_range(PARTS):
                 o_row = o_v + r * SUB
                 tl.store(p_draft + H * K + i_hv * V + o_row, updates[r], mask=below(o_row, V, PARTS * SUB))
-            if KEYED:
-                for j in tl.static_range(BLOCKS):
-                    o_k = j * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-                    first = (o_v == i_v * (PARTS * SUB)) & (o_k < K) & records_gates
-                    tl.store(p_draft + GATES + i_hv * K + o_k + 0 * o_v, g[j], mask=first)
-            else:
-                tl.store(p_draft + GATES + i_hv, g, mask=records_gates)
+            tl.store(p_draft + GATES + i_hv, g, mask=records_gates)
             p_draft += RECORD
         if not ONE:
             b_q, b_k = to_fp32(following[0], BLOCKS), to_fp32(following[1], BLOCKS)
             values = to_fp32(following[2], PARTS)
-            if KEYED:
-                b_a, b_b = to_fp32(following[3], BLOCKS), following[4].to(tl.float32)
-            else:
-                b_a, b_b = following[3].to(tl.float32), following[4].to(tl.float32)
+            b_a, b_b = following[3].to(tl.float32), following[4].to(tl.float32)
 
     if (write > 0) & (committed > 0):
-        if not KEYED:
-            tile = scale(tile, rest, PARTS * BLOCKS)
+        tile = scale(tile, rest, PARTS * BLOCKS)
         store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
 
 
@@ -298,7 +246,7 @@ def launch_recurrent(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tens
     block_k = max(16, min(ROW_BYTES // state_bytes, triton.next_power_of_2(heads.key_dim)))
     one = rows.max_length <= 1
     many = rows.num_rows * heads.num_value_heads >= MANY_HEADS
-    of_many = MANY_KEYED if heads.keyed else MANY[state_bytes] if one else MANY_TOKENS
+    of_many = MANY[state_bytes] if one else MANY_TOKENS
     num_warps, parts, max_registers = of_many if many else FEW
     if many and heads.key_dim > LARGEST_KEY:
         parts //= 2
@@ -310,10 +258,8 @@ def launch_recurrent(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tens
         *lines.arguments(rows, o),
         *inputs.numbers,
         *strides,
-        inputs.lower_bound,
         rows.waypoints,
         **inputs.sizes,
-        KEYED=heads.keyed,
         RAW=inputs.A_log is None,
         NORM=inputs.normalize,
         **lines.constants,
