@@ -101,9 +101,8 @@ def measure(num_rows: int, outputs: int, inputs: int) -> Offer | None:
     fastest_first = sorted(known, key=known.__getitem__)
     told = ", ".join(f"{known[one]:.2f} tile {one.tile} splits {one.splits}" for one in fastest_first[:4])
     best = fastest_first[0]
-    print(
-        f"{num_rows:4} x {outputs} x {inputs}: torch {torchs:.2f} us; {told}; {weight_bytes / known[best] / 1e6:.2f} TB/s"
-    )
+    rate = weight_bytes / known[best] / 1e6
+    print(f"{num_rows:4} x {outputs} x {inputs}: torch {torchs:.2f} us; {told}; {rate:.2f} TB/s", flush=True)
     return best if known[best] < WON * torchs else None
 
 

@@ -68,7 +68,8 @@ def test_every_kind_of_short_rows_is_compiled_right(gates: bool, norms: bool, mo
 
 @pytest.mark.parametrize(("threads", "is_wrong"), [("[2, 16]", True), ("[4, 8]", False)])
 def test_a_scan_is_found_in_which_threads_hold_a_column_twice(threads: str, is_wrong: bool) -> None:
-    ttgir = f"""#blocked = #ttg.blocked<{{sizePerThread = [1, 1], threadsPerWarp = {threads}, warpsPerCTA = [1, 1], order = [1, 0]}}>
+    held = f"sizePerThread = [1, 1], threadsPerWarp = {threads}, warpsPerCTA = [1, 1], order = [1, 0]"
+    ttgir = f"""#blocked = #ttg.blocked<{{{held}}}>
       %sums = "tt.scan"(%gates) <{{axis = 0 : i32, reverse = false}}> ({{
       ^bb0(%one: f32, %other: f32):
         %both = arith.addf %one, %other : f32

@@ -170,7 +170,7 @@ def test_selftest_takes_products_that_are_chosen(monkeypatch: pytest.MonkeyPatch
         "linear, 5 rows of 24, random",
         "linear, 2 rows of 40, random",
     ]
-    monkeypatch.setattr(block_selftest, "linear", shifted(block_selftest.linear))
+    monkeypatch.setattr(block_selftest, "linear", shifted(linear))
     assert {check.name.split(",")[0] for check in run_selftest("cpu", **sizes) if not check.ok} == {"linear"}
 
 
