@@ -43,7 +43,7 @@ from deltaline_bench.service.host import START_TIMEOUT_S, HostError, process_of
 from deltaline_bench.service.size import REUSE, SMALL, Size
 from deltaline_cli.bench.busy import read_metrics
 from deltaline_client import AsyncClient, AsyncSequence
-from deltaline_server.moving.peers import CHUNK_BYTES
+from deltaline_server.moving.ways import CHUNK_BYTES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_FREEZE_S, MIN_OF_BARE, MIN_LINK_RATE = 0.020, 0.7, 5e9

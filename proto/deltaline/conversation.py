@@ -71,10 +71,14 @@ class LinkCall(Generic[E]):
 class Conversation(Generic[E]):
     """The calls of a connection. For one thread at a time; `error` is set when it is over."""
 
-    def __init__(self, message_bytes: int, read_status: Callable[[status_pb2.Status], E]) -> None:
-        """message_bytes: most bytes of a message, as the server has told. read_status: makes the error of a status."""
+    def __init__(
+        self, message_bytes: int, read_status: Callable[[status_pb2.Status], E], memory_bytes: int = 0
+    ) -> None:
+        """message_bytes: most bytes of a message, as the server has told. read_status: makes the error of a status.
+        memory_bytes: of link memory, where more is wanted than one message each way needs."""
         self._read_status = read_status
-        self.message_bytes, self._memory_bytes = message_bytes, link.memory_bytes(message_bytes)
+        self.message_bytes = message_bytes
+        self._memory_bytes = max(memory_bytes, link.memory_bytes(message_bytes))
         self._calls: dict[int, LinkCall[E]] = {}
         # What waits to be sent: calls with messages, and packets that go ahead of them.
         self.unsent: dict[LinkCall[E], None] = {}

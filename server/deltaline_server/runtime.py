@@ -209,6 +209,7 @@ class Runtime:
     async def close(self) -> None:
         """Finish loads and what the device has, then free shared memory. Idempotent."""
         await self.drain.close()
+        self.mover.close()
         if self.adapters is not None:
             await self.adapters.close()
         await self.states.close()

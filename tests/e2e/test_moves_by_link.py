@@ -19,7 +19,9 @@ from rigs.moved_sequences import DECODE, PREFILL, Calls, all_kinds
 from rigs.principals import entry, headers, write_principals
 from rigs.small_models import HYBRID
 
+from deltaline.link_socket import connect
 from deltaline_server.app import Server
+from deltaline_server.moving import ways
 from deltaline_server.snapshots import exchange
 
 
@@ -49,6 +51,22 @@ async def test_a_sequence_and_its_pages_go_by_the_link(tmp_path: Path, monkeypat
         assert not reasons(await calls.move([one], link_of(target))) and one.address == target.address
         assert source.runtime.mover.bytes_ahead > 2000 // 16 * 16 * 256 > 2 * 200_000
         assert await all_kinds(one) == await all_kinds(twin)
+
+
+async def test_a_connection_stays_for_the_next_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To make its memory takes as long as to send some tens of MB."""
+    made = list[str]()
+
+    def counted(path: str) -> Any:
+        made.append(path)
+        return connect(path)
+
+    monkeypatch.setattr(ways, "connect", counted)
+    async with linked_pair(tmp_path) as (source, target), Calls() as calls:
+        for one in await calls.open(source.address, 2):
+            await one.step(PREFILL, 40)
+            assert not reasons(await calls.move([one], link_of(target)))
+        assert len(made) == 1
 
 
 async def test_a_link_that_is_not_listed_or_nobody_s_is_refused(tmp_path: Path) -> None:
@@ -84,8 +102,9 @@ async def test_who_comes_by_the_link_with_the_role_moves_for_others(tmp_path: Pa
 @pytest.mark.parametrize("rounds", [8, pytest.param(400, marks=[pytest.mark.sweep, pytest.mark.timeout(1800)])])
 async def test_links_that_break_leave_one_owner(tmp_path: Path, rounds: int) -> None:
     random, num_moved, clock = Random(rounds), 0, Clock()
-    # The first ends before the other server has said who it is; each second one lasts, so that something is moved.
-    lives = (1 << 60 if number % 2 else random.randrange(2, 14) if number else 2 for number in range(10**6))
+    # The first ends before the other server has said who it is; each second one lasts for some moves.
+    of_one, of_some = (2, 14), (30, 90)
+    lives = (random.randrange(*(of_some if number % 2 else of_one)) if number else 2 for number in range(10**6))
     folder_of(tmp_path, "run").chmod(0o700)
     options = {"page_size": 16, **HOST}
     there = options | {"link": str(tmp_path / "run" / "link.sock"), "advertise": "127.0.0.1"}

@@ -25,11 +25,12 @@ from deltaline_server.front.requests import MAX_SNAPSHOTS, Served
 from deltaline_server.front.trust.guesses import Guesses
 from deltaline_server.front.trust.principals import Principals, check_role, current_principal
 from deltaline_server.front.trust.roles import Role
+from deltaline_server.memory.lent import Lent
 from deltaline_server.moving.mover import Mover
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.header import StateHeader, StoredHeader
 from deltaline_server.snapshots.states import States
-from deltaline_server.snapshots.stream import Arriving
+from deltaline_server.snapshots.stream import Arriving, Piece
 from deltaline_server.tables.captured.snapshot import SnapshotState
 from deltaline_server.tables.prefixes.cost import ReusePolicy
 from deltaline_server.tables.request_ids import RequestIds
@@ -212,7 +213,7 @@ class StateService:
                 yield id
 
     async def import_state(
-        self, messages: AsyncIterator[pb.ImportStateRequest | memoryview], context: Context
+        self, messages: AsyncIterator[pb.ImportStateRequest | memoryview | Lent], context: Context
     ) -> bytes:
         """Take a state in."""
         exchange, principal = self._states.existing_exchange(), current_principal()
@@ -349,8 +350,14 @@ async def _by_parts(ids: list[bytes], call: Callable[[list[bytes]], list[Snapsho
     return states
 
 
-def _import_message(body: Buffer) -> pb.ImportStateRequest | memoryview:
+def _import_message(body: Buffer | Lent) -> pb.ImportStateRequest | memoryview | Lent:
     """A message of an import; its chunk, which is not copied, where it has nothing else."""
+    if isinstance(body, Lent):
+        message = _import_message(body.content)
+        if isinstance(message, memoryview):
+            return body._replace(content=message)
+        body.give_back()
+        return message
     head = wire.field_head(pb.ImportStateRequest.CHUNK_FIELD_NUMBER, len(body))
     for size in (len(head), len(head) - 1):  # of a length that takes as many bytes as that of all, or one less
         chunk = memoryview(body)[size:]
@@ -360,26 +367,30 @@ def _import_message(body: Buffer) -> pb.ImportStateRequest | memoryview:
 
 
 async def _read_import(
-    messages: AsyncIterator[pb.ImportStateRequest | memoryview],
-) -> tuple[pb.ImportStateRequest, AsyncIterator[bytes | memoryview]]:
+    messages: AsyncIterator[pb.ImportStateRequest | memoryview | Lent],
+) -> tuple[pb.ImportStateRequest, AsyncIterator[Piece]]:
     """Take the first message of an import; return it, and the chunks of all. Raises RequestError INVALID_REQUEST; so do
     the chunks."""
     first = await anext(messages, None)
     if first is None:
         message = "request_id: must be set: the stream had no message"
         raise RequestError(Reason.INVALID_REQUEST, message, field="request_id")
-    if isinstance(first, memoryview):
+    if isinstance(first, Lent):
+        content, give_back = first
+        first = pb.ImportStateRequest(chunk=bytes(content))
+        give_back()
+    elif isinstance(first, memoryview):
         first = pb.ImportStateRequest(chunk=bytes(first))
     return first, _chunks(first.chunk, messages)
 
 
 async def _chunks(
-    chunk: bytes, messages: AsyncIterator[pb.ImportStateRequest | memoryview]
-) -> AsyncIterator[bytes | memoryview]:
+    chunk: bytes, messages: AsyncIterator[pb.ImportStateRequest | memoryview | Lent]
+) -> AsyncIterator[Piece]:
     if chunk:
         yield chunk
     async for message in messages:
-        if isinstance(message, memoryview):
+        if isinstance(message, memoryview | Lent):
             yield message
             continue
         chunk, message.chunk = message.chunk, b""

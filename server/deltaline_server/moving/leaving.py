@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.moving.peers import WHOLE_S
 from deltaline_server.principal import Principal
+from deltaline_server.snapshots.exchange import AHEAD_BYTES
 from deltaline_server.snapshots.states import States
 
 # How long pages may go ahead; the rest needs time too.
@@ -43,10 +44,9 @@ class Leaving:
         handle: NDArray[np.uint64],
         principal: Principal,
         page_tokens: int,
-        piece_bytes: int,
     ) -> None:
-        """handle: uint64 [1]. page_tokens: of whole pages of both servers. piece_bytes: of its file at once."""
-        self._states, self._page_tokens, self._piece_bytes = states, page_tokens, piece_bytes
+        """handle: uint64 [1]. page_tokens: of whole pages of both servers."""
+        self._states, self._page_tokens = states, page_tokens
         self._whose = epoch, handle, principal
         self._principal, self._held = principal, AsyncExitStack()
         self._id: bytes | None = None
@@ -153,7 +153,7 @@ class Leaving:
     def _file(self, id: bytes) -> AsyncGenerator[memoryview, None]:
         exchange = self._states.existing_exchange()
         # How long a message may take is the way's to say; a file that was made ahead waits for the one before.
-        return exchange.pieces(id, self._principal, pause_s=WHOLE_S, whole_s=WHOLE_S, piece_bytes=self._piece_bytes)
+        return exchange.pieces(id, self._principal, pause_s=WHOLE_S, whole_s=WHOLE_S, piece_bytes=AHEAD_BYTES)
 
 
 def _failed(why: str) -> RequestError:

@@ -77,6 +77,10 @@ class Mover:
         async with self._peers.reach(target, self._table.server_epoch):
             pass
 
+    def close(self) -> None:
+        """End what stays of the ways to other servers, behind the last move."""
+        self._peers.close()
+
     async def move(self, epoch: int, handles: NDArray[np.uint64], principal: Principal, target: str) -> Moved:
         """Move a principal's sequences, handles uint64 [N], a few at a time, while they are stepped. Each stands still
         from when its pages are gone until it lives there; one that is not moved goes on here.
@@ -112,7 +116,7 @@ class Mover:
         states, pages = self._states, self._table.pages
         page_tokens = max(peer.page_tokens, 1 if pages is None else pages.page_size)  # powers of two
         with states.existing_exchange().on_its_way(principal):
-            async with Leaving(states, epoch, handle, principal, page_tokens, peer.chunk_bytes) as leaving:
+            async with Leaving(states, epoch, handle, principal, page_tokens) as leaving:
                 owner, lease_ms = await self._open(leaving, peer)
                 try:
                     if self.records is not None:  # before anybody may know

@@ -15,13 +15,11 @@ from deltaline.tls import Tls, channel_of
 from deltaline.v1 import admin_service_pb2, layer_service_pb2, state_service_pb2
 from deltaline_server.config import Config
 from deltaline_server.errors import Code, Reason, RequestError
-from deltaline_server.moving.ways import PAUSE_S, CallError, GrpcWay, LinkWay, Message, Metadata, Way
+from deltaline_server.moving.ways import CHUNK_BYTES, PAUSE_S, CallError, GrpcWay, LinkWay, Message, Metadata, Way
 from deltaline_server.tables.moved import Owner
 
 # How long a server may take to say who it is, and for all of a sequence.
 REACH_S, WHOLE_S = 10.0, 600.0
-# Of a file in a message, at most: of fewer the calls that send and take one cost more than its copies.
-CHUNK_BYTES = 4 << 20
 _INFO = "/deltaline.v1.AdminService/GetServerInfo"
 _IMPORT = "/deltaline.v1.StateService/ImportState"
 _CLOSE = "/deltaline.v1.LayerService/CloseSequences"
@@ -35,17 +33,16 @@ _OPTIONS = (("grpc.enable_retries", 0), ("grpc.service_config_disable_resolution
 
 
 class Peer:
-    """A server that was reached. address: where; server_epoch: of its process; page_tokens: of its pages, 0 without;
-    chunk_bytes: of a file in a message, at most."""
+    """A server that was reached. address: where; server_epoch: of its process; page_tokens: of its pages, 0 without."""
 
     def __init__(self, way: Way, address: str, info: admin_service_pb2.GetServerInfoResponse) -> None:
         """info: what it says of itself."""
         self.address, self.server_epoch, self.page_tokens = address, info.server_epoch, info.kv_page_tokens
-        self.chunk_bytes, self._way = max(1, min(info.inline_limit_bytes, CHUNK_BYTES)), way
+        self._chunk_bytes, self._way = max(1, min(info.inline_limit_bytes, CHUNK_BYTES)), way
 
     async def open(self, pieces: AsyncIterator[memoryview], request_id: bytes, lease_ms: int) -> Owner:
-        """Let a sequence go on there, by its file in pieces of at most `chunk_bytes`, for its principal, under a handle
-        that nobody else is told.
+        """Let a sequence go on there, by its file in pieces, each of which may change once the next is asked for, for
+        its principal, under a handle that nobody else is told.
 
         Raises RequestError with what the server says; MOVE_FAILED where it says nothing, and may have opened it.
         """
@@ -53,7 +50,7 @@ class Peer:
             request_id=request_id, lease_ms=lease_ms, sequence=True, keep_owner=True
         )
         try:
-            async with aclosing(_messages(first, pieces)) as messages:
+            async with aclosing(_messages(first, pieces, self._chunk_bytes)) as messages:
                 answer = await self._way.upload(_IMPORT, messages, WHOLE_S)
         except CallError as error:
             raise _said(error.status) from error
@@ -70,12 +67,14 @@ class Peer:
 
 
 async def _messages(
-    first: state_service_pb2.ImportStateRequest, pieces: AsyncIterator[memoryview]
-) -> AsyncGenerator[Message, None]:
-    """Of an import: a piece is a message's only field, and not copied here."""
-    yield (first.SerializeToString(),)
+    first: state_service_pb2.ImportStateRequest, pieces: AsyncIterator[memoryview], chunk_bytes: int
+) -> AsyncGenerator[Sequence[Message], None]:
+    """Of an import, those of a piece together: so many bytes of it are a message's only field, and not copied here."""
+    yield [(first.SerializeToString(),)]
+    field = state_service_pb2.ImportStateRequest.CHUNK_FIELD_NUMBER
     async for piece in pieces:
-        yield wire.field_head(state_service_pb2.ImportStateRequest.CHUNK_FIELD_NUMBER, len(piece)), piece
+        chunks = (piece[at : at + chunk_bytes] for at in range(0, len(piece), chunk_bytes))
+        yield [(wire.field_head(field, len(chunk)), chunk) for chunk in chunks]
 
 
 class Peers:
@@ -86,6 +85,8 @@ class Peers:
         server's own certificate; None for no TLS. token_file: of the token that they know this server by. Files are
         read whenever one is reached."""
         self._addresses, self._tls, self._token_file = frozenset(addresses), tls, token_file
+        # They stay: a link's memory takes as long to make as some tens of MB take to send.
+        self._links: dict[str, LinkWay] = {}
 
     @classmethod
     def of(cls, config: Config) -> Peers:
@@ -114,7 +115,7 @@ class Peers:
             yield Peer(way, address, info)
 
     async def _way(self, address: str, held: AsyncExitStack) -> Way:
-        """The way to an address, which is held as long as that. Raises RequestError MOVE_TARGET_REFUSED."""
+        """The way to an address, which is held as long as that, or stays. Raises RequestError MOVE_TARGET_REFUSED."""
         is_link = address.startswith(link.SCHEME)
         try:
             metadata = self._metadata()
@@ -123,10 +124,18 @@ class Peers:
             raise _target_refused("this server's certificates, or its token, can't be read") from error
         if channel is not None:
             return GrpcWay(await held.enter_async_context(channel), metadata)
+        way = self._links.setdefault(address, LinkWay(address.removeprefix(link.SCHEME)))
+        way.metadata = metadata
         try:
-            return await held.enter_async_context(LinkWay(address.removeprefix(link.SCHEME), metadata))
+            await way.connect()
         except (OSError, ValueError) as error:
             raise _target_refused(_UNREACHED) from error
+        return way
+
+    def close(self) -> None:
+        """End what stays of the ways."""
+        for way in self._links.values():
+            way.close()
 
     def _metadata(self) -> Metadata:
         if self._token_file is None:

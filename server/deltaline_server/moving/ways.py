@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeAlias
@@ -12,17 +13,23 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
 
 from deltaline import link
-from deltaline.conversation import Content, Conversation, LinkCall
+from deltaline.conversation import Array, Conversation, LinkCall
 from deltaline.link_socket import LinkSocket, connect
 from deltaline.wire import Buffer, write_pieces
 
 # How long a server may take to take a message, and to answer behind the last one.
 PAUSE_S = 30.0
+# Of a file in a message, at most: of fewer the calls that send and take one cost more than its copies.
+CHUNK_BYTES = 4 << 20
+# Of link memory, at least: while the server copies one such message others are on their way, or are written.
+LINK_MEMORY_BYTES = 4 * (CHUNK_BYTES + link.MAX_PACKET_BYTES)
 _DETAILS = "grpc-status-details-bin"
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 Message: TypeAlias = tuple[Buffer, ...]
 """Pieces of a message, one behind the other."""
+Messages: TypeAlias = AsyncIterator[Sequence[Message]]
+"""Some at a time, whose pieces may change once the next are asked for."""
 Begun: TypeAlias = tuple[LinkSocket[status_pb2.Status], LinkCall[status_pb2.Status], "asyncio.Future[bytes]"]
 
 
@@ -40,9 +47,9 @@ class Way(Protocol):
     async def call(self, path: str, request: bytes, timeout_s: float) -> bytes:
         """The answer to a message. Raises CallError."""
 
-    async def upload(self, path: str, messages: AsyncIterator[Message], timeout_s: float) -> bytes:
-        """The answer to a stream of messages, whose pieces may change once the next is asked for. Raises CallError, and
-        TimeoutError where one is not taken within PAUSE_S; what the messages raise."""
+    async def upload(self, path: str, messages: Messages, timeout_s: float) -> bytes:
+        """The answer to a stream of messages. Raises CallError, and TimeoutError where one is not taken within PAUSE_S;
+        what the messages raise."""
 
 
 class GrpcWay:
@@ -60,18 +67,19 @@ class GrpcWay:
             raise CallError(_status_of(error)) from error
         return answer
 
-    async def upload(self, path: str, messages: AsyncIterator[Message], timeout_s: float) -> bytes:
+    async def upload(self, path: str, messages: Messages, timeout_s: float) -> bytes:
         """As Way.upload."""
         begin: Any = self._channel.stream_unary(path)
         call = begin(metadata=self._metadata, timeout=timeout_s)
         writing: asyncio.Future[None] | None = None
         try:
             with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it has answered already
-                async for message in messages:
-                    # While one is written the next is asked for and put together.
-                    body = b"".join(message)
-                    await _within_pause(writing)
-                    writing = asyncio.ensure_future(call.write(body))
+                async for some in messages:
+                    for message in some:
+                        # While one is written the next is asked for and put together.
+                        body = b"".join(message)
+                        await _within_pause(writing)
+                        writing = asyncio.ensure_future(call.write(body))
                 await _within_pause(writing)
                 await call.done_writing()
             async with asyncio.timeout(PAUSE_S):
@@ -90,18 +98,14 @@ class GrpcWay:
 class LinkWay:
     """By the link, on one connection after the other where they break. Large messages lie in memory of the server's."""
 
-    def __init__(self, path: str, metadata: Metadata) -> None:
-        """path: where the server listens."""
-        self._path, self._metadata = path, tuple(metadata)
+    def __init__(self, path: str, metadata: Metadata = ()) -> None:
+        """path: where the server listens. metadata: may be set to others, for the calls from then on."""
+        self._path, self.metadata = path, metadata
         self._connection: LinkSocket[status_pb2.Status] | None = None
         self._connecting = asyncio.Lock()
 
-    async def __aenter__(self) -> LinkWay:
-        """Raises OSError, ValueError unless a server of the user that owns the socket's folder answers."""
-        await self._connected()
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """End the connection, if there is one."""
         if self._connection is not None:
             self._connection.close(status_pb2.Status(code=code_pb2.CANCELLED))
 
@@ -112,15 +116,12 @@ class LinkWay:
             connection.flush()
             return await ended
 
-    async def upload(self, path: str, messages: AsyncIterator[Message], timeout_s: float) -> bytes:
+    async def upload(self, path: str, messages: Messages, timeout_s: float) -> bytes:
         """As Way.upload."""
-        async with self._begun(path, timeout_s) as (connection, call, ended):
-            async for message in messages:
-                async with asyncio.timeout(PAUSE_S):
-                    connection.conversation.send(call, await _placed(message, connection, ended))
-                    connection.flush()
-                    while call.outbox and not ended.done():
-                        await connection.until_moved()
+        async with self._begun(path, timeout_s) as begun:
+            connection, call, ended = begun
+            async for some in messages:
+                await _send(some, *begun)
                 if ended.done():
                     break
             connection.conversation.send(call, None, is_last=True)
@@ -133,7 +134,7 @@ class LinkWay:
         """Inside the context a call: its connection, itself, and its answer, which may be a CallError."""
         ended, bodies = asyncio.get_running_loop().create_future(), list[bytes]()
         try:
-            connection = await self._connected()
+            connection = await self.connect()
         except (OSError, ValueError) as error:
             raise CallError(status_pb2.Status(code=code_pb2.UNAVAILABLE, message="no server answers")) from error
 
@@ -144,7 +145,7 @@ class LinkWay:
                 ended.set_exception(CallError(error))
 
         conversation = connection.conversation
-        call = conversation.begin(path, bodies.append, end, timeout_s=timeout_s, metadata=self._metadata)
+        call = conversation.begin(path, bodies.append, end, timeout_s=timeout_s, metadata=tuple(self.metadata))
         try:
             async with asyncio.timeout(timeout_s):
                 yield connection, call, ended
@@ -154,12 +155,14 @@ class LinkWay:
             if ended.done() and not ended.cancelled():
                 ended.exception()  # who asked may have gone
 
-    async def _connected(self) -> LinkSocket[status_pb2.Status]:
-        """A connection that is not over. Raises OSError, ValueError."""
+    async def connect(self) -> LinkSocket[status_pb2.Status]:
+        """A connection that is not over. Raises OSError, ValueError unless a server of the user that owns the socket's
+        folder answers."""
         async with self._connecting:  # or each of several calls would make one
             if self._connection is None or self._connection.is_over:
                 connected, welcome = await asyncio.to_thread(connect, self._path)
-                self._connection = LinkSocket(connected, Conversation(welcome.message_bytes, lambda status: status))
+                conversation = Conversation(welcome.message_bytes, lambda status: status, LINK_MEMORY_BYTES)
+                self._connection = LinkSocket(connected, conversation)
             return self._connection
 
 
@@ -170,20 +173,49 @@ async def _within_pause(writing: asyncio.Future[None] | None) -> None:
             await writing
 
 
-async def _placed(message: Message, connection: LinkSocket[status_pb2.Status], ended: asyncio.Future[bytes]) -> Content:
-    """A message, which a thread has written into link memory where it is large. While the server reads it the next is
-    written. As it is once the call has ended, and where it is too large for the server, which ends the call."""
-    num_bytes, conversation = sum(map(len, message)), connection.conversation
-    if not link.MAX_PACKET_BYTES <= num_bytes <= conversation.message_bytes:
-        return message
-    while not ended.done():
-        room = conversation.room(num_bytes)
-        if room is not None:
-            await asyncio.to_thread(write_pieces, message, room)
-            return room
+async def _send(
+    messages: Sequence[Message],
+    connection: LinkSocket[status_pb2.Status],
+    call: LinkCall[status_pb2.Status],
+    ended: asyncio.Future[bytes],
+) -> None:
+    """Send messages, in their order, until the call has ended. Threads write those that are large into link memory, as
+    many at once as lie there; one that is too large for the server ends the call. Raises TimeoutError where one is not
+    taken within PAUSE_S."""
+    conversation, loop = connection.conversation, asyncio.get_running_loop()
+    writing = deque[tuple[Array, asyncio.Future[None]]]()
+
+    async def send_first() -> None:
+        """Send the first of those that are written."""
+        room, written = writing.popleft()
+        await written
+        conversation.send(call, room)
         connection.flush()
-        await connection.until_moved()
-    return message
+
+    try:
+        for message in messages:
+            num_bytes = sum(map(len, message))
+            async with asyncio.timeout(PAUSE_S):
+                if link.MAX_PACKET_BYTES <= num_bytes <= conversation.message_bytes:
+                    while (room := conversation.room(num_bytes)) is None:
+                        if ended.done():
+                            return
+                        connection.flush()
+                        await (send_first() if writing else connection.until_moved())
+                    writing.append((room, loop.run_in_executor(None, write_pieces, message, room)))
+                    continue
+                while writing:
+                    await send_first()
+                conversation.send(call, message)
+                connection.flush()
+                while call.outbox and not ended.done():
+                    await connection.until_moved()
+        async with asyncio.timeout(PAUSE_S):
+            while writing:
+                await send_first()
+    finally:
+        for _, written in writing:
+            written.cancel()
 
 
 def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:

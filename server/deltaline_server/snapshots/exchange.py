@@ -38,7 +38,7 @@ from deltaline_server.tables.sequence_adapters import SequenceAdapters
 # Each holds a piece for a reader that may be slow, and a header.
 MOST_ON_THEIR_WAY = 64
 # Of keys and values that go ahead at once, about: some milliseconds of any way, and little of host memory.
-AHEAD_BYTES = 16 << 20
+AHEAD_BYTES = 32 << 20
 
 
 class Tiering(Protocol):

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from itertools import groupby
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import xxhash
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.finite import all_finite
+from deltaline_server.memory.lent import Lent
 from deltaline_server.snapshots.header import (
     FINGERPRINT_BYTES,
     ID_BYTES,
@@ -53,7 +55,8 @@ _REASONS = {
     Flaw.ROOM: Reason.STATE_MISMATCH,
 }
 
-Buffer = bytes | memoryview
+Piece = bytes | memoryview | Lent
+GiveBack = Callable[[], None]
 Result = TypeVar("Result")
 
 ValueTypes = Mapping[Part, np.dtype[Any]]
@@ -107,9 +110,10 @@ def pieces_of(
 class Arriving:
     """A state's file that comes in pieces, cut anywhere, none of them empty; ahead of a sequence's those of pages."""
 
-    def __init__(self, pieces: AsyncIterator[Buffer]) -> None:
-        """pieces: one that can be written to is not used any more when the next is asked for."""
+    def __init__(self, pieces: AsyncIterator[Piece]) -> None:
+        """pieces: what is lent goes back once it was copied; others do not change."""
         self._pieces, self._piece = pieces, memoryview(b"")
+        self._give_back: GiveBack | None = None
 
     async def read_header(self, layout: StateLayout, fingerprint: bytes) -> tuple[StoredHeader, bytes]:
         """Take and judge the header, the next one behind pages; return it with its own digest. No more is held of it
@@ -137,7 +141,7 @@ class Arriving:
         it. Raises as `read_header`, and what judges raise."""
         async with filling:
             while filling.num_left:
-                await filling.add(await self._part(filling.num_left))
+                await filling.add(*await self._part(filling.num_left))
             if is_last and (bool(self._piece) or bool(await anext(self._pieces, b""))):
                 raise StateFileError(Flaw.LENGTH, "expected nothing behind the last section, got more")
             await filling.judged()
@@ -145,18 +149,31 @@ class Arriving:
     async def _fill(self, memory: memoryview) -> None:
         done = 0
         while done < len(memory):
-            part = await self._part(len(memory) - done)
+            part, give_back = await self._part(len(memory) - done)
             memory[done : done + len(part)] = part
             done += len(part)
+            if give_back is not None:
+                give_back()
 
-    async def _part(self, num_bytes: int) -> memoryview:
-        """What comes next, so many bytes at most. Raises StateFileError where nothing does; what the pieces raise."""
+    async def _part(self, num_bytes: int) -> tuple[memoryview, GiveBack | None]:
+        """What comes next, so many bytes at most, and what to call once it was copied. Raises StateFileError where
+        nothing does; what the pieces raise."""
         if not self._piece:
-            self._piece = memoryview(await anext(self._pieces, b""))
+            piece = await anext(self._pieces, b"")
+            content, self._give_back = piece if isinstance(piece, Lent) else (piece, None)
+            self._piece = memoryview(content)
             if not self._piece:
                 raise StateFileError(Flaw.TRUNCATED, f"expected {num_bytes} bytes more at least")
         part, self._piece = self._piece[:num_bytes], self._piece[num_bytes:]
-        return part
+        return part, None if self._piece else self._give_back
+
+
+class _Copying(NamedTuple):
+    """A part that is copied: where it ends, by what, and what to call then."""
+
+    end: int
+    copies: list[Future[None]]
+    give_back: GiveBack | None
 
 
 class Filling:
@@ -170,54 +187,70 @@ class Filling:
         """memory: uint8 [state_bytes(stored.sections)]. judge: called by threads, with some sections each time."""
         self._threads, self._sections, self._memory, self._judge = threads, stored.sections, memory, judge
         self._num_bytes = self._num_there = self._num_begun = 0
-        self._copying, self._judging = list[Future[None]](), list[Future[None]]()
+        self._copying, self._judging = deque[_Copying](), list[Future[None]]()
+        self._copied = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        for one in (*self._copying, *self._judging):
+        copies = [copy for one in self._copying for copy in one.copies]
+        self._copying.clear()
+        for one in (*copies, *self._judging):
             one.cancel()
-        while any(not one.done() for one in self._copying):
+        while any(not one.done() for one in copies):
             with suppress(asyncio.CancelledError):  # it is told already
-                await asyncio.wait([asyncio.wrap_future(one) for one in self._copying])
+                await asyncio.wait([asyncio.wrap_future(one) for one in copies])
 
     @property
     def num_left(self) -> int:
         """Bytes that are yet to come."""
         return len(self._memory) - self._num_bytes
 
-    async def add(self, part: memoryview) -> None:
-        """Copy bytes behind those that came; they are read afterwards too where they can't be written to."""
-        await self._copied()
-        target, source = self._memory[self._num_bytes :][: len(part)], np.frombuffer(part, np.uint8)
-        self._num_bytes += len(part)
+    async def add(self, part: memoryview, give_back: GiveBack | None = None) -> None:
+        """Copy bytes behind those that came; they are read afterwards too. give_back: what was lent, once it was
+        copied: of such all may be copied at a time, of others one beside the last."""
+        begin, self._num_bytes = self._num_bytes, self._num_bytes + len(part)
+        target, source = self._memory[begin : self._num_bytes], np.frombuffer(part, np.uint8)
+        copies, loop = list[Future[None]](), asyncio.get_running_loop()
+        self._copying.append(_Copying(self._num_bytes, copies, give_back))
         if len(part) < LARGE_PIECE_BYTES:
             target[:] = source
+            self._advance()
             return
         for at in range(0, len(part), PART_BYTES):
             block = slice(at, at + PART_BYTES)
-            self._copying.append(self._threads.begin(partial(np.copyto, target[block], source[block])))
-        if not part.readonly:
-            await self._copied()
+            copies.append(self._threads.begin(partial(np.copyto, target[block], source[block])))
+        for copy in copies:
+            copy.add_done_callback(lambda _: loop.call_soon_threadsafe(self._advance))
+        if give_back is None:
+            await self._until_copying(1)
 
     async def judged(self) -> None:
         """Wait until all is judged. Raises what the judges raise of the first section that they refuse."""
-        await self._copied()
+        await self._until_copying(0)
         if self._num_begun < self._num_there:
             self._begin()
         for one in self._judging:
             await asyncio.wrap_future(one)
 
-    async def _copied(self) -> None:
-        """Wait for what is copied, and let sections that are there be judged."""
-        if self._copying:
-            await asyncio.gather(*map(asyncio.wrap_future, self._copying))
-            self._copying.clear()
-        while self._num_there < len(self._sections) and self._sections[self._num_there].end <= self._num_bytes:
-            self._num_there += 1
-            if self._sections[self._num_there - 1].end - self._sections[self._num_begun].offset >= PART_BYTES:
-                self._begin()
+    async def _until_copying(self, count: int) -> None:
+        """Wait until no more than so many parts are copied."""
+        while len(self._copying) > count:
+            self._copied.clear()
+            await self._copied.wait()
+
+    def _advance(self) -> None:
+        """Give back what was copied, in its order, and let sections that are there be judged."""
+        while self._copying and all(copy.done() for copy in self._copying[0].copies):
+            end, _, give_back = self._copying.popleft()
+            if give_back is not None:
+                give_back()
+            while self._num_there < len(self._sections) and self._sections[self._num_there].end <= end:
+                self._num_there += 1
+                if self._sections[self._num_there - 1].end - self._sections[self._num_begun].offset >= PART_BYTES:
+                    self._begin()
+            self._copied.set()
 
     def _begin(self) -> None:
         """Let the sections that are there be judged."""

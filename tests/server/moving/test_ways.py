@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import closing
 
 import pytest
 from google.rpc import error_details_pb2
 
 from deltaline import link
+from deltaline_server.memory.mappings import Mappings
 from deltaline_server.moving import ways
 from deltaline_server.moving.ways import CallError, LinkWay, Message
 
@@ -37,7 +40,8 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
 
 
 async def test_calls_that_find_the_link_broken_make_one_connection(servers: list[socket.socket]) -> None:
-    async with LinkWay("/a.sock", ()) as way:
+    with closing(LinkWay("/a.sock")) as way:
+        await way.connect()
         servers.pop().close()
         with pytest.raises(CallError):
             await way.call(PATH, b"", 5.0)
@@ -48,11 +52,54 @@ async def test_calls_that_find_the_link_broken_make_one_connection(servers: list
 
 
 async def test_a_message_that_no_memory_can_hold_is_refused_at_once(servers: list[socket.socket]) -> None:
-    async def messages() -> AsyncIterator[Message]:
-        yield bytes(MESSAGE_BYTES), b"x"
+    async def messages() -> AsyncIterator[Sequence[Message]]:
+        yield [(bytes(MESSAGE_BYTES), b"x")]
 
-    async with LinkWay("/a.sock", ()) as way:
-        with pytest.raises(CallError, match=f"at most {MESSAGE_BYTES} bytes, got {MESSAGE_BYTES + 1}") as caught:
-            await way.upload(PATH, messages(), 1.0)
+    expected = f"at most {MESSAGE_BYTES} bytes, got {MESSAGE_BYTES + 1}"
+    with closing(LinkWay("/a.sock")) as way, pytest.raises(CallError, match=expected) as caught:
+        await way.upload(PATH, messages(), 1.0)
     info = error_details_pb2.ErrorInfo()
     assert caught.value.status.details[0].Unpack(info) and info.reason == "MESSAGE_TOO_LARGE"
+
+
+async def test_as_many_messages_as_memory_holds_are_under_way(servers: list[socket.socket]) -> None:
+    """In their order, and each written before those behind its group are asked for, whose pieces may be the same."""
+    at_once = ways.LINK_MEMORY_BYTES // MESSAGE_BYTES
+    bodies = [random.Random(number).randbytes(MESSAGE_BYTES - 1) for number in range(at_once + 4)]
+    buffer, came = bytearray(MESSAGE_BYTES - 1), list[bytes]()
+
+    async def messages() -> AsyncIterator[Sequence[Message]]:
+        yield [(b"a", body) for body in bodies[:-1]]
+        assert came[0][:1] == b"a"
+        buffer[:] = bodies[-1]
+        yield [(b"a", memoryview(buffer))]
+        buffer[:] = bytes(len(buffer))
+
+    async def serve(theirs: socket.socket) -> None:
+        """Take messages, and let go of their places once no more can be under way."""
+        theirs.setblocking(False)
+        loop, places, is_last = asyncio.get_running_loop(), list[link.Place](), False
+        while not is_last:
+            packet = memoryview(await loop.sock_recv(theirs, link.MAX_PACKET_BYTES))
+            envelope = link.read(packet)
+            place = None if envelope.flags & link.EMPTY else link.Place.read(packet[envelope.body_at :])
+            if place is None:
+                is_last = True
+                theirs.send(link.pack(link.MESSAGE, envelope.call, flags=link.LAST) + b"done")
+            elif envelope.kind == link.MEMORY:
+                mapping = Mappings(None).make(place.size)
+                head = link.pack(link.MEMORY, envelope.call) + link.Place(1, 0, place.size).packed()
+                socket.send_fds(theirs, [head], [mapping.fd])
+            else:
+                came.append(mapping.mapped[place.offset :][: place.size].tobytes())
+                places.append(place)
+            while len(came) >= at_once and places:
+                head = link.pack(link.TAKEN, envelope.call, amount=1, flags=link.PLACED)
+                theirs.send(head + places.pop(0).packed())
+
+    with closing(LinkWay("/a.sock")) as way:
+        await way.connect()
+        serving = asyncio.create_task(serve(servers[0]))
+        assert await way.upload(PATH, messages(), 10.0) == b"done"
+        await serving
+    assert came == [b"a" + body for body in bodies]

@@ -20,6 +20,7 @@ from deltaline_server.front import replies
 from deltaline_server.front.interceptor import Context, bug
 from deltaline_server.front.link.held import Share
 from deltaline_server.front.trust.peer import Peer
+from deltaline_server.memory.lent import Lent
 
 # A front end is told of the messages that were taken after so many bytes: half of what it sends ahead of that.
 TOLD_BYTES = link.STREAM_MESSAGES // 4 * link.MAX_PACKET_BYTES
@@ -30,11 +31,11 @@ _DETAILS = "grpc-status-details-bin"
 class Line(Protocol):
     """What a call needs of its connection."""
 
-    def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> Buffer:
+    def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> Buffer | Lent:
         """The bytes of a message that came; num_taken: what the client may send for it. Raises RequestError."""
 
     def put_back(self, call: Call, place: link.Place, num_taken: int) -> None:
-        """A message that was read in its place was used."""
+        """A message that was lent was given back."""
 
     async def reply(self, call: Call, body: bytes, flags: int) -> None:
         """Send a message of the call, and return once its reader has room for another."""
@@ -48,8 +49,8 @@ class Line(Protocol):
 
 class Call:
     """A call, from its packet to its status. share: what it makes the server hold counts to it. room: set while a reply
-    waits for the client's Place. in_hand_bytes: of the message that the handler has, as counted; in_hand: where it lies
-    if it is read there, and what the client may send for it. hold_s: for how long a front end keeps its status back.
+    waits for the client's Place. in_hand_bytes: of the message that the handler has, as counted. hold_s: for how long a
+    front end keeps its status back.
 
     To handlers it is what grpc.aio's context is to them: `read`, `abort`, `time_remaining` and their kin.
     """
@@ -69,7 +70,7 @@ class Call:
         reads_in_place: bool,
     ) -> None:
         """handler: one that the Interceptor has wrapped. client: who it is from. reads_in_place: whether messages are
-        not copied for it."""
+        lent to it, and not copied."""
         self._line, self.number, self._client, self.share = line, number, client, share
         self._handler, self._metadata = handler, metadata
         self._deadline_s = time.monotonic() + timeout_us * 1e-6 if timeout_us else None
@@ -78,7 +79,8 @@ class Call:
         self._came: asyncio.Future[None] | None = None
         self._num_taken = self._bytes_taken = 0
         self.in_hand_bytes, self.hold_s = 0, 0.0
-        self.reads_in_place, self.in_hand = reads_in_place, cast("tuple[link.Place, int] | None", None)
+        # Where messages lie that are lent to the handler.
+        self.reads_in_place, self._lent = reads_in_place, dict[object, link.Place]()
         self._code, self._text, self._trailing = grpc.StatusCode.OK, "", cast("Sequence[tuple[str, str | bytes]]", ())
         self.room: asyncio.Future[link.Place] | None = None
         self._unread_bytes = 0
@@ -113,15 +115,26 @@ class Call:
             await self._has_read
 
     def drop(self) -> tuple[int, list[link.Place]]:
-        """Let go of the messages: the bytes of those that were copied, the one in hand included, and where the others
-        lie."""
+        """Let go of the messages: the bytes that count, of those that were copied, the one in hand and what is lent,
+        and where those lie that were not."""
+        lent = list(self._lent.values())
         num_bytes = self.in_hand_bytes + sum(len(message) for message in self._messages if isinstance(message, bytes))
-        places = [message for message in self._messages if isinstance(message, link.Place)]
-        if self.in_hand is not None:
-            places.append(self.in_hand[0])
+        places = lent + [message for message in self._messages if isinstance(message, link.Place)]
         self._messages.clear()
-        self.in_hand = None
-        return num_bytes, places
+        self._lent.clear()
+        return num_bytes + sum(place.size for place in lent), places
+
+    def lend(self, view: memoryview, place: link.Place, num_taken: int) -> Lent:
+        """Let the handler have a message in its place; its bytes count until it is given back, or the call is over."""
+        key = object()
+        self._lent[key] = place
+
+        def give_back() -> None:
+            if self._lent.pop(key, None) is not None:
+                self.share.give_back(place.size)
+                self._line.put_back(self, place, num_taken)
+
+        return Lent(view, give_back)
 
     async def run(self) -> None:
         """Let the handler answer."""
@@ -166,12 +179,9 @@ class Call:
     # -- the context -----------------------------------------------------------------------------------------------
 
     async def read(self) -> Any:
-        """The next message, or EOF behind the last. The handler is done with the one before."""
+        """The next message, or EOF behind the last. The handler is done with the one before, unless it is lent."""
         self.share.give_back(self.in_hand_bytes)
         self.in_hand_bytes = 0
-        if self.in_hand is not None:
-            (place, num_taken), self.in_hand = self.in_hand, None
-            self._line.put_back(self, place, num_taken)
         while not self._messages:
             if self._has_all:
                 return EOF

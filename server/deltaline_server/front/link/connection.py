@@ -22,6 +22,7 @@ from deltaline_server.front.link.methods import IN_PLACE
 from deltaline_server.front.link.packet_socket import PacketSocket
 from deltaline_server.front.trust.peer import Peer
 from deltaline_server.log import event
+from deltaline_server.memory.lent import Lent
 from deltaline_server.memory.regions import Regions
 from deltaline_server.scheduling.observer import Observer
 
@@ -196,13 +197,13 @@ class Connection:
         if call in self._tasks:
             self._tasks[call].cancel()
 
-    def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> Buffer:
+    def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> Buffer | Lent:
         """The bytes of a message; num_taken: what the client may send for it. Raises RequestError."""
         if isinstance(message, bytes):
             if num_taken:
                 self._socket.write(link.pack(link.TAKEN, call.number, amount=num_taken))
             return message
-        limit = self._served.message_bytes
+        limit, lent = self._served.message_bytes, None
         try:
             if message.size > limit:
                 raise RequestError(
@@ -214,15 +215,15 @@ class Connection:
                 raise asyncio.CancelledError  # as it is: it held the most
             if not call.reads_in_place:
                 return self._served.regions.copy_out(*message, self._peer.address)
-            view = self._served.regions.view(*message, self._peer.address)
-            call.in_hand = message, num_taken
-            return view
+            lent = call.lend(self._served.regions.view(*message, self._peer.address), message, num_taken)
+            call.in_hand_bytes = 0
+            return lent
         finally:
-            if call.in_hand is None:
+            if lent is None:
                 self._let_go(call.number, message, num_taken)
 
     def put_back(self, call: Call, place: link.Place, num_taken: int) -> None:
-        """A message that was read in its place was used."""
+        """A message that was lent was given back."""
         self._let_go(call.number, place, num_taken)
 
     def _let_go(self, number: int, place: link.Place, num_taken: int = 0) -> None:

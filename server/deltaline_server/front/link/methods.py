@@ -11,8 +11,7 @@ import grpc
 from deltaline_server.front.interceptor import Interceptor
 
 IN_PLACE = frozenset({b"/deltaline.v1.StateService/ImportState"})
-"""Methods whose handlers copy each message before they ask for the next, and judge the copy: for them none is copied
-out of link memory."""
+"""Methods whose handlers copy messages, and judge the copies: to them those that lie in link memory are lent."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import pytest
 import xxhash
 from rigs.states import make_header
 
+from deltaline_server.memory.lent import Lent
 from deltaline_server.snapshots.header import Flaw, StateFileError, StoredHeader
 from deltaline_server.snapshots.layout import Bytes, Part, Section, state_bytes
 from deltaline_server.snapshots.stream import PART_BYTES, THREADS, Arriving, Filling, StateThreads
@@ -59,14 +60,18 @@ def content(seed: int) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, state_bytes(SECTIONS), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray])
+@pytest.mark.parametrize("is_lent", [False, True])
 @pytest.mark.parametrize("piece_bytes", [100_000, 300_001, PART_BYTES, 5_000_000])
 async def test_each_section_is_judged_once_as_a_copy_of_what_came(
-    threads: StateThreads, kind: Any, piece_bytes: int
+    threads: StateThreads, is_lent: bool, piece_bytes: int
 ) -> None:
-    """Whoever has sent a piece may write to it when the next is asked for."""
+    """Whoever has lent a piece may write to it once it is given back."""
     whole, memory = content(piece_bytes), np.full(state_bytes(SECTIONS), 255, dtype=np.uint8)
-    judged = list[Section]()
+    judged, lent = list[Section](), list[int]()
+
+    def give_back(at: int, piece: Bytes) -> None:
+        piece[:] = 0
+        lent.remove(at)
 
     def judge(some: Sequence[Section]) -> None:
         for one in some:
@@ -75,14 +80,14 @@ async def test_each_section_is_judged_once_as_a_copy_of_what_came(
 
     async def pieces() -> Any:
         for at in range(0, len(whole), piece_bytes):
-            piece = kind(whole[at : at + piece_bytes].tobytes())
-            yield piece
-            if isinstance(piece, bytearray):
-                piece[:] = bytes(len(piece))
+            piece = whole[at : at + piece_bytes].copy()
+            lent.append(at)
+            yield Lent(piece.data, partial(give_back, at, piece)) if is_lent else piece.tobytes()
 
     await Arriving(pieces()).read_state(Filling(threads, STORED, memory, judge), is_last=True)
     np.testing.assert_array_equal(memory, whole)
     assert sorted(judged, key=lambda one: one.offset) == list(SECTIONS)
+    assert not lent or not is_lent
 
 
 async def test_what_judges_refuse_is_told_of_the_first_section(threads: StateThreads) -> None:
