@@ -169,8 +169,8 @@ def test_bfloat16_follows_the_checkpoint_model(
     tmp_path: Path, write_checkpoint: Callable[..., Any], device: str, length: int
 ) -> None:
     """As near to what fp32 makes as it is. Of tokens that have all experts, since rounding decides who has which; many
-    at once are computed by another way. Of several prompts together: of one in a hundred alone, ours is further off
-    than 1.5 times theirs, and theirs than ours."""
+    at once are computed by another way. Of most prompts: in one of a hundred rounding grows from layer to layer, in
+    ours or in theirs, and decides the sum of all."""
     model = write_checkpoint(tmp_path, "qwen3_5_moe_text", **WRITTEN, **HYBRID, num_experts_per_tok=6, dtype="bfloat16")
     oracle, prompts = Oracle(model, tmp_path), torch.randn(8, 120, HIDDEN).bfloat16()
     served, theirs = serve(oracle.options(device), lines=8), torch.cat([oracle.run(ALL, one) for one in prompts])
@@ -178,8 +178,9 @@ def test_bfloat16_follows_the_checkpoint_model(
     ours = torch.cat([served.step(part, [line], [length]).cpu() for part, line in parts])
     fp32 = Oracle(model.float(), tmp_path)
     exact = torch.cat([fp32.run(ALL, prompt.float()) for prompt in prompts])
-    own = float((theirs.float() - exact).norm() / exact.norm())
-    assert_close(ours, exact, tolerance=1.5 * own)
+    own, its = ((made.float() - exact).view(len(prompts), -1).norm(dim=1) for made in (ours, theirs))
+    # At most 0.98 in 120 runs; 1.5 where what experts make is 2% too large.
+    assert float((own / its).median()) < 1.2
 
 
 @ONE_KIND
