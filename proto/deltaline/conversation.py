@@ -222,6 +222,9 @@ class Conversation(Generic[E]):
             if len(made.mapping) < self._memory_bytes:
                 raise link.LinkError(f"expected memory of {self._memory_bytes} bytes, got {len(made.mapping)}")
             self._arena = made.number, Arena(made.mapping)
+        elif self.error is None and self._memory_bytes > link.memory_bytes(self.message_bytes):
+            self._memory_bytes = link.memory_bytes(self.message_bytes)  # so much is needed, more was wanted
+            self.ask_memory(self._memory_bytes, self._take_arena)
         else:
             self.lacks_memory = True
             why = made.message if isinstance(made, status_pb2.Status) else made
@@ -343,6 +346,8 @@ class Conversation(Generic[E]):
             makers, self._makers = self._makers, {}
             for on_done in makers.values():
                 on_done(error)
+            # The server has let go of its side; what refers to an error's frames may keep this one for long.
+            self._arena, self._placed = None, {}
 
 
 def _read(array: Array | None, place: link.Place) -> memoryview:

@@ -53,6 +53,18 @@ async def test_a_sequence_and_its_pages_go_by_the_link(tmp_path: Path, monkeypat
         assert await all_kinds(one) == await all_kinds(twin)
 
 
+async def test_a_target_with_little_link_memory_takes_moves_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "AHEAD_BYTES", 200_000)
+    async with linked_pair(tmp_path, of_target={"link_memory_bytes": 10 << 20}) as (source, target), Calls() as calls:
+        one, twin = await calls.open(source.address, 2)
+        for each in (one, twin):
+            await each.step(PREFILL, 2000)
+        assert not reasons(await calls.move([one], link_of(target))) and one.address == target.address
+        assert await all_kinds(one) == await all_kinds(twin)
+
+
 async def test_a_connection_stays_for_the_next_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To make its memory takes as long as to send some tens of MB."""
     made = list[str]()

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -205,6 +206,34 @@ def test_a_connection_without_memory_says_so(server: Server) -> None:
     server.say(link.STATUS, asked.call, refusal.SerializeToString())
     assert server.conversation.lacks_memory
     assert [end and end.code for end in ends] == [code_pb2.UNAVAILABLE]
+
+
+def test_who_wants_more_memory_than_there_is_takes_what_it_needs() -> None:
+    server, refusal = Server(), status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message="none is left")
+    server.conversation = Conversation(len(LARGE), lambda status: status, 8 * len(LARGE))
+    _, _, ends = server.begin(LARGE)
+    ((asked, body),) = server.take(link.MEMORY)
+    assert link.Place.read(body).size == 8 * len(LARGE)
+    server.say(link.STATUS, asked.call, refusal.SerializeToString())
+    server.give_memory(less=0)
+    server.take(link.CALL)
+    assert not ends and not server.conversation.lacks_memory
+
+
+def test_a_connection_that_is_over_holds_no_memory(server: Server) -> None:
+    server.get_memory()
+    room = server.conversation.room(ROOM_BYTES)
+    assert room is not None
+    del room
+    assert mappings() > 0
+    server.conversation.fail(status_pb2.Status(code=code_pb2.UNAVAILABLE))
+    assert server.conversation.room(ROOM_BYTES) is None
+    assert mappings() == 0
+
+
+def mappings() -> int:
+    """How often this process has mapped memory of a server's."""
+    return Path("/proc/self/maps").read_text().count("memfd:test")
 
 
 @pytest.mark.parametrize("what", ["no descriptor", "no map"])
