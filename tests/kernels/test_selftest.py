@@ -162,16 +162,18 @@ def test_selftest_takes_weights_in_fp8(path: Path) -> None:
 
 
 def test_selftest_takes_products_that_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_selftest, "FASTEST", {(3, 80, 24): (1, 1), (5, 80, 24): (1, 1), (2, 24, 40): (1, 1)})
-    sizes: dict[str, Any] = {"recurrence": "attention", "hidden": 24, "mlp_dim": 40}
+    monkeypatch.setattr(block_selftest, "FASTEST", {(3, 80, 900): (1, 1), (5, 80, 900): (1, 1), (2, 900, 40): (1, 1)})
+    sizes: dict[str, Any] = {"recurrence": "attention", "hidden": 900, "mlp_dim": 40}
     products = [check.name for check in run_selftest("cpu", **sizes) if check.name.startswith("linear") and check.ok]
     assert products[:3] == [
-        "linear, 3 rows of 24, random",
-        "linear, 5 rows of 24, random",
+        "linear, 3 rows of 900, random",
+        "linear, 5 rows of 900, random",
         "linear, 2 rows of 40, random",
     ]
-    monkeypatch.setattr(block_selftest, "linear", shifted(linear))
-    assert {check.name.split(",")[0] for check in run_selftest("cpu", **sizes) if not check.ok} == {"linear"}
+    monkeypatch.setattr(block_selftest, "linear", lambda x, weight: 1.1 * linear(x, weight))
+    checks = run_selftest("cpu", torch.bfloat16, **sizes)
+    products = [check.name for check in checks if check.name.startswith("linear")]
+    assert [check.name for check in checks if not check.ok] == products
 
 
 def unscaled_fp8(x: Tensor, weight: Tensor, scales: Tensor, out: Tensor) -> None:
