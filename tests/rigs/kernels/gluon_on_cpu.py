@@ -2,12 +2,16 @@
 
 Every operation happens at once where it is begun: a copy that overwrites a tile too early shows, a wait or a barrier
 that is missing does not, nor does what a layout or the assembler gets wrong. Shared memory is NaN until written.
+Barriers in memory count arrivals and bytes, and partitions of warps are threads: what one does not tell another of
+shows, as a wait that never ends or a value that is not there yet.
 """
 
 from __future__ import annotations
 
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -112,11 +116,61 @@ def _store(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
     pointer.memory[found[mask]] = torch.broadcast_to(value, mask.shape)[mask]
 
 
-def _copy_to_shared(tiles: Tiles, at: list[Any], _bar: object, shared: Shared, pred: Any = True) -> None:
-    if pred:
-        part, (rows, columns) = tiles.place(at, shared.shape)
-        shared.tensor.zero_()
-        shared.tensor[:rows, :columns] = part
+class Barriers:
+    """The barriers in shared memory of a program: arrivals and bytes that each still waits for, and its phase."""
+
+    PATIENCE_S = 20.0
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._counts = dict[int, int]()
+        self._pending = dict[int, list[int]]()  # arrivals, bytes
+        self._phases = dict[int, int]()
+
+    def init(self, bar: Shared, count: int) -> None:
+        place = bar.tensor.data_ptr()
+        self._counts[place], self._pending[place], self._phases[place] = count, [count, 0], 0
+
+    def expect(self, bar: Shared, num_bytes: int, pred: Any = True) -> None:
+        if pred:
+            self._note(bar, 1, num_bytes)
+
+    def arrive(self, bar: Shared, *, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            self._note(bar, count, 0)
+
+    def wait(self, bar: Shared, phase: Any, pred: Any = True) -> None:
+        """Wait until the phase of this parity has ended."""
+        place = bar.tensor.data_ptr()
+        with self._changed:
+            ended = self._changed.wait_for(lambda: not pred or self._phases[place] % 2 != int(phase), self.PATIENCE_S)
+        assert ended, "a wait that never ends"
+
+    def copy(self, tiles: Tiles, at: list[Any], bar: Shared, shared: Shared, pred: Any = True) -> None:
+        if pred:
+            part, (rows, columns) = tiles.place(at, shared.shape)
+            shared.tensor.zero_()
+            shared.tensor[:rows, :columns] = part
+            self._note(bar, 0, -shared.tensor.numel() * shared.tensor.element_size())
+
+    def _note(self, bar: Shared, arrivals: int, num_bytes: int) -> None:
+        place = bar.tensor.data_ptr()
+        with self._changed:
+            pending = self._pending[place]
+            pending[0] -= arrivals
+            pending[1] += num_bytes
+            assert pending[0] >= 0, "more arrivals than a barrier waits for"
+            if pending == [0, 0]:
+                pending[0] = self._counts[place]
+                self._phases[place] += 1
+                self._changed.notify_all()
+
+
+def _specialize(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *_: object) -> None:
+    """Run partitions of warps at once."""
+    with ThreadPoolExecutor(len(partitions)) as threads:
+        for done in [threads.submit(run, *arguments) for run, arguments in partitions]:
+            done.result()
 
 
 def _copy_to_global(tiles: Tiles, at: list[Any], shared: Shared) -> None:
@@ -124,7 +178,7 @@ def _copy_to_global(tiles: Tiles, at: list[Any], shared: Shared) -> None:
     part.copy_(shared.tensor[:rows, :columns])
 
 
-def _copy_values(shared: Shared, pointer: Pointer, mask: Any) -> None:
+def _copy_values(shared: Shared, pointer: Pointer, mask: Any = None) -> None:
     mask, found = pointer.places(mask)
     shared.tensor[mask] = pointer.memory[found[mask]]
 
@@ -192,6 +246,7 @@ def _language(program: Callable[[], int], num_programs: int) -> types.SimpleName
         convert_layout=lambda x, layout: x,
         static_range=range,
         static_assert=_nothing,
+        warp_specialize=_specialize,
         inline_asm_elementwise=_nothing,
     )
 
@@ -201,9 +256,12 @@ def run_on_cpu(kernel: Any, grid: int, arguments: dict[str, Any]) -> None:
     from triton.language import constexpr
 
     programs = [0]
-    barriers = types.SimpleNamespace(init=_nothing, expect=_nothing, wait=_nothing, MBarrierLayout=_layout)
+    counted = Barriers()
+    barriers = types.SimpleNamespace(
+        init=counted.init, expect=counted.expect, arrive=counted.arrive, wait=counted.wait, MBarrierLayout=_layout
+    )
     copies = types.SimpleNamespace(
-        async_copy_global_to_shared=_copy_to_shared,
+        async_copy_global_to_shared=counted.copy,
         async_copy_shared_to_global=_copy_to_global,
         store_wait=_nothing,
     )
@@ -248,7 +306,7 @@ class OnCpu:
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         return partial(self._run, grid[0])
 
-    def _run(self, num_programs: int, *arguments: Any, num_warps: int, **constants: Any) -> None:
+    def _run(self, num_programs: int, *arguments: Any, num_warps: int, maxnreg: int = 0, **constants: Any) -> None:
         told = dict(zip(self.kernel.arg_names, arguments, strict=False))
         run_on_cpu(self.kernel, num_programs, told | constants)
 
