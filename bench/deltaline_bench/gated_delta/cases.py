@@ -81,6 +81,7 @@ ROWS = (
     _prefill("prefill-1x8192", "1 row of 8192", [8192], (16, 32), *pair(at_most_us, 420, 280)),
     _prefill("prefill-1x2048", "1 row of 2048", [2048], (16, 32), *pair(at_most_us, 130, 100)),
     _prefill("prefill-h2x8", "1 row of 32768", [32768], (2, 8), (at_least_peers(1.6),), (at_most_us(320),)),
+    _prefill("prefill-h2x8-long", "1 row of 65536", [65536], (2, 8), *pair(at_most_us, 380, 330)),
     _prefill("prefill-h16x64", "4 rows of 8192", [8192] * 4, (16, 64)),
     _prefill("prefill-h16x48", "4 rows of 8192", [8192] * 4, (16, 48)),
     _decoding(1, 7.5, 6.5),
