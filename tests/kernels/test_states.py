@@ -113,7 +113,7 @@ def test_states_are_written_elsewhere(half_path: Path, kind: str) -> None:
 def test_kernels_compile_for_states_of_two_dtypes_that_lie_apart(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a Hopper GPU: verify and the walk through chunks, which the interpreter does not compile."""
     pytest.importorskip("triton")
-    packed = make(kind, [Row(1), Row(70)], Path("cpu", torch.bfloat16), torch.float16, 64)
+    packed = make(kind, [Row(1), Row(70)], Path("cpu", torch.bfloat16), torch.float16, 128)
     given = ((field.name, getattr(packed, field.name)) for field in fields(packed))
     batch = packed.replaced(**{name: x.to("meta") for name, x in given if isinstance(x, Tensor)})
     size = packed.state.shape[1:]

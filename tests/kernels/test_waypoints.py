@@ -52,7 +52,7 @@ def make_walked(
 ) -> Callable[[], Any]:
     """Return what makes batches of heads with keys of `size`, whose values fill the blocks of a walk."""
     build, _ = MAKERS[kind]
-    layer = Layer(H=1, HV=2, K=size, V=64) if kind == "delta" else MambaLayer(H=2, P=64, S=size)
+    layer = Layer(H=1, HV=2, K=size, V=128) if kind == "delta" else MambaLayer(H=2, P=64, S=size)
     return partial(build, rows, path, layer, state_dtype=dtype, padding=padding)
 
 

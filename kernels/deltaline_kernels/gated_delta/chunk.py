@@ -29,6 +29,7 @@ from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.waypoints import find_stop, find_waypoint, keep_state
 from deltaline_kernels.gated_delta.hopper_chunk import can_walk, launch_walk
+from deltaline_kernels.gated_delta.hopper_ends import launch_ends
 from deltaline_kernels.gated_delta.plan import BLOCK_V, CHUNK, choose_plan
 from deltaline_kernels.gated_delta.transform import FACTORS, SMALLEST_KEY, launch_transform
 from deltaline_kernels.rows import Rows, StateLines
@@ -299,10 +300,14 @@ def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) 
         )
 
     blocks = triton.cdiv(value_dim, BLOCK_V)
+    on_hopper = tiles and can_walk(inputs)
     if in_parts:
-        advance(blocks + triton.cdiv(key_dim, BLOCK_V), ends_only=True)
+        if on_hopper:
+            launch_ends(inputs, lines, rows, o, transforms, factors, ends, plan)
+        else:
+            advance(blocks + triton.cdiv(key_dim, BLOCK_V), ends_only=True)
         join_parts(ends, inputs.heads, rows, plan)
-    if tiles and can_walk(inputs):
+    if on_hopper:
         launch_walk(inputs, lines, rows, o, transforms, factors, ends, plan)
     else:
         advance(blocks, ends_only=False)

@@ -33,7 +33,7 @@ CHUNKS = {
     "dense-apart": Case([2] * 2, dense=True, packed=False),
     "grouped-heads-of-odd-sizes": Case([9, 34], heads=(2, 6, 24, 35)),
     "no-norm-and-a-scale": Case([4, 37], l2norm=False, scale=0.7, packed=False),
-    "tiles-apart": Case([70, 3, 130], packed=False, heads=(1, 2, 64, 64)),
+    "tiles-apart": Case([70, 3, 130], packed=False, heads=(1, 2, 64, 128)),
     "gates-of-16-bits": Case([4, 17], gates=torch.bfloat16),
     "states-of-bf16": Case([4, 17], states=torch.bfloat16),
     "states-of-fp16": Case([4, 17], states=torch.float16),

@@ -1,0 +1,52 @@
+"""The code that the kernels of long rows become on a Hopper GPU, for which they are compiled here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from functools import cache
+
+import pytest
+import torch
+from rigs.kernels.batches import Layer, Row, make_batch
+from rigs.kernels.compiled import compile_launches, on_meta
+from rigs.kernels.instructions import LOCAL, instructions, is_serial, overwritten_operands
+from rigs.kernels.paths import Path
+from rigs.kernels.walks import ALIGNED, cut_rows
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none"
+)
+WALKS = pytest.mark.parametrize("name", ["ends_kernel", "walk_kernel"])
+
+
+@cache
+def compile_long() -> dict[str, list[str]]:
+    """Return the instructions of what a long row in parts launches, by the kernels' names."""
+    chunk = pytest.importorskip("deltaline_kernels.gated_delta.chunk", reason="triton is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        cut_rows(patch, chunk, 64)
+        layer = Layer(H=1, HV=2, K=128, V=128)
+        batch = make_batch([Row(1), Row(70)], Path("cpu", torch.bfloat16), layer, padding=ALIGNED, max_short=1)
+        moved = batch.replaced(**{field.name: on_meta(getattr(batch, field.name)) for field in fields(batch)})
+        kernels = compile_launches(patch, moved.run_public)
+    return {kernel.metadata.name: instructions(kernel) for kernel in kernels}
+
+
+def test_long_rows_take_the_kernels_for_hopper() -> None:
+    assert list(compile_long()) == ["_recurrent", "_transform", "ends_kernel", "_join", "walk_kernel"]
+
+
+@WALKS
+def test_walks_overwrite_no_operand_of_a_running_product(name: str) -> None:
+    """The state and the updates are operands in registers, which an assembler may hand to something else too early."""
+    assert not overwritten_operands(compile_long()[name])
+
+
+@WALKS
+def test_products_of_walks_run_beside_other_work(name: str) -> None:
+    """Where registers do not suffice the assembler waits for each of them, and state goes through memory."""
+    lines = compile_long()[name]
+    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    assert not is_serial(lines)
+    assert not [line for line in lines[products[0] : products[-1]] if LOCAL.search(line)]
