@@ -50,5 +50,6 @@ class Spread(Generic[S]):
 
     def end(self) -> tuple[list[S], list[Any]]:
         """Make no more of them. Returns the streams and the channels, to be closed in this order."""
-        ended = [ways.end() for ways in self._num_flows]
+        with self._lock:
+            ended = [ways.end() for ways in self._num_flows]
         return [one for streams, _ in ended for one in streams], [one for _, channels in ended for one in channels]
