@@ -268,10 +268,9 @@ class Conversation(Generic[E]):
             if on_end is not None:
                 on_end(None)
         elif envelope.kind == link.STATUS:
-            on_end = self._forget(call)
             status = status_pb2.Status.FromString(bytes(body))
             call.hold_s = envelope.amount * 1e-6
-            on_end(self._read_status(status) if status.code else None)
+            self._forget(call)(self._read_status(status) if status.code else None)
         elif envelope.kind == link.TAKEN:
             call.credit += envelope.amount
         elif envelope.kind == link.ROOM:
