@@ -11,25 +11,20 @@ class RowSplits:
     part_length: int
 
 
-def cut_rows(
-    programs: int,
-    num_rows: int,
-    num_tokens: int,
-    max_length: int,
-    *,
-    at_once: int,
-    fewest: int,
-    shortest: int,
-    chunk: int,
-) -> RowSplits:
-    """Return the plan of rows of at most `max_length` tokens, of which each takes `programs` programs whole.
+def count_long_rows(num_tokens: int, max_length: int) -> int:
+    """Return how many rows of a batch run all along: those much shorter than the longest one are done before it."""
+    return max(1, num_tokens // max(1, max_length))
 
-    As many parts as run at once, if there are at least `fewest`, none of less than `shortest` tokens but the last;
-    parts are whole chunks.
+
+def cut_rows(
+    at_once: int, num_rows: int, num_tokens: int, max_length: int, *, fewest: int, shortest: int, chunk: int
+) -> RowSplits:
+    """Return the plan of rows of at most `max_length` tokens, of each of which `at_once` parts run at once.
+
+    So many parts, if there are at least `fewest`, none of less than `shortest` tokens but the last; parts are whole
+    chunks.
     """
-    # Rows much shorter than the longest one are done before it.
-    num_long = max(1, num_tokens // max(1, max_length))
-    num_parts = min(at_once // (programs * num_long), max_length // shortest)
+    num_parts = min(at_once, max_length // shortest)
     # Several rows, of which one may have all tokens: nobody knows how long they are.
     is_unknown = num_rows > 1 and max_length >= num_tokens
     if is_unknown or num_parts < fewest:

@@ -39,7 +39,20 @@ WARPS, STAGES = 4, 2
 
 
 @triton.jit
-def _step(b_h, b_q, b_k, b_x, b_t, g_i, g_last, p_factor, CHUNK: tl.constexpr, ENDS: tl.constexpr):
+def _step(
+    b_h,
+    b_q,
+    b_k,
+    b_x,
+    b_t,
+    g_i,
+    g_last,
+    p_factor,
+    eps,
+    CHUNK: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    ENDS: tl.constexpr,
+):
     """Return the state b_h `[V block, K]` after a chunk, and its outputs `[CHUNK, V block]`: not if ENDS are wanted."""
     dtype: tl.constexpr = b_k.dtype
     o_c = tl.arange(0, CHUNK)
@@ -51,10 +64,12 @@ def _step(b_h, b_q, b_k, b_x, b_t, g_i, g_last, p_factor, CHUNK: tl.constexpr, E
     b_u = tl.dot(b_r.to(dtype), tl.trans(b_t), acc=b_u)
     b_o = b_x
     if not ENDS:
-        factor_o = tl.load(p_factor + 3 * CHUNK + o_c)[None, :]
+        if NORMALIZE:
+            b_wide = b_q.to(tl.float32)
+            g_i -= 0.5 * tl.log2(tl.sum(b_wide * b_wide, axis=1) + eps)
         exponents = tl.where(o_c[:, None] >= o_c[None, :], g_i[:, None] - g_j, float("-inf"))
         b_scores = (tl.dot(b_q, tl.trans(b_k)) * tl.exp2(exponents)).to(dtype)
-        b_turned = tl.dot(b_hd, tl.trans(b_q)) * factor_o
+        b_turned = tl.dot(b_hd, tl.trans(b_q)) * tl.exp2(g_i)[None, :]
         b_o = tl.trans(tl.dot(b_u.to(dtype), tl.trans(b_scores), acc=b_turned)).to(dtype)
     b_w = (b_u * tl.exp2(g_last - g_j)).to(dtype)
     return tl.dot(b_w, b_k, acc=b_h * tl.exp2(g_last)), b_o
@@ -66,6 +81,7 @@ def _walk_tiles(
     tiles,
     columns,
     factors,
+    eps,
     slot,
     first_t,
     begin,
@@ -73,6 +89,7 @@ def _walk_tiles(
     HV: tl.constexpr,
     CHUNK: tl.constexpr,
     FACTORS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     ENDS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -98,7 +115,7 @@ def _walk_tiles(
         b_x = x_tiles.load([i_t, column_x])
         b_t = t_tiles.load([i_slot * CHUNK, 0])
         p_factor = factors + (slot + done // CHUNK * HV) * FACTORS
-        b_h, b_o = _step(b_h, b_q, b_k, b_x, b_t, g_i, g_last, p_factor, CHUNK, ENDS)
+        b_h, b_o = _step(b_h, b_q, b_k, b_x, b_t, g_i, g_last, p_factor, eps, CHUNK, NORMALIZE, ENDS)
         g_i, g_last = next_g_i, next_g_last
         if not ENDS:
             o_tiles.store([i_t, column_o], b_o)
@@ -118,6 +135,7 @@ def _advance(
     t_tiles,
     o_tiles,
     factors,
+    eps,
     ends,
     lines,
     o,
@@ -136,6 +154,7 @@ def _advance(
     FACTORS: tl.constexpr,
     LINE_SHIFT: tl.constexpr,
     APART: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     # Rows are in parts; this is their first walk, which finds their ends and no outputs; tiles are copied whole.
     PARTS: tl.constexpr,
     ENDS: tl.constexpr,
@@ -201,7 +220,21 @@ def _advance(
             columns = (i_h * K, column_x, i_hv * V + i_v * BLOCK_V)
             if waypoints is None:
                 b_h = _walk_tiles(
-                    b_h, walked, columns, factors, slot, first_t, 0, num_whole, HV, CHUNK, FACTORS, ENDS, STAGES
+                    b_h,
+                    walked,
+                    columns,
+                    factors,
+                    eps,
+                    slot,
+                    first_t,
+                    0,
+                    num_whole,
+                    HV,
+                    CHUNK,
+                    FACTORS,
+                    NORMALIZE,
+                    ENDS,
+                    STAGES,
                 )
             else:
                 # From stop to stop: what is stored on the way would take shared memory beside that of the tiles.
@@ -210,7 +243,21 @@ def _advance(
                     stop, line = find_stop(waypoints, begin, n, i_row, part_begin + done, part_begin + num_whole)
                     stop -= part_begin
                     b_h = _walk_tiles(
-                        b_h, walked, columns, factors, slot, first_t, done, stop, HV, CHUNK, FACTORS, ENDS, STAGES
+                        b_h,
+                        walked,
+                        columns,
+                        factors,
+                        eps,
+                        slot,
+                        first_t,
+                        done,
+                        stop,
+                        HV,
+                        CHUNK,
+                        FACTORS,
+                        NORMALIZE,
+                        ENDS,
+                        STAGES,
                     )
                     keep_state(line, lines, b_h, o_h, in_h, i_hv, V * K, LINE_SHIFT, APART)
                     done = stop
@@ -227,7 +274,9 @@ def _advance(
             b_t = t_tiles.load([((slot + done // CHUNK * HV) * CHUNK).to(tl.int32), 0])
             p_factor = factors + (slot + done // CHUNK * HV) * FACTORS
             b_g = tl.load(p_factor + o_c)
-            b_h, b_o = _step(b_h, b_q, b_k, b_x, b_t, b_g, tl.load(p_factor + 4 * CHUNK), p_factor, CHUNK, ENDS)
+            b_h, b_o = _step(
+                b_h, b_q, b_k, b_x, b_t, b_g, tl.load(p_factor + 4 * CHUNK), p_factor, eps, CHUNK, NORMALIZE, ENDS
+            )
             if not ENDS:
                 p_o = o + ((first_t + done) * HV + i_hv) * V + o_o
                 tl.store(p_o, b_o, mask=in_t[:, None] & in_v[None, :])
@@ -280,6 +329,7 @@ def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) 
             t_tiles,
             o_tiles,
             factors,
+            heads.eps,
             ends,
             *lines.arguments(rows, o),
             plan.num_parts,
@@ -291,6 +341,7 @@ def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) 
             CHUNK=CHUNK,
             FACTORS=FACTORS,
             **lines.constants,
+            NORMALIZE=inputs.normalize,
             PARTS=in_parts,
             ENDS=ends_only,
             TILES=tiles,

@@ -179,11 +179,13 @@ def make_outputs(
     bars,
     place,
     num_tokens,
+    eps,
+    NORMALIZE: gl.constexpr,
     HV: gl.constexpr,
     V: gl.constexpr,
     BLOCK_V: gl.constexpr,
 ):
-    """Make the outputs of what the state's groups leave of each chunk."""
+    """Make the outputs of what the state's groups leave of each chunk, and divide them by the norms of its queries."""
     k_s, q_s, x_s, _, f_s = buffers
     h_s, u_s = shares
     full, empty, h_full, h_empty, u_full, u_empty = bars
@@ -220,6 +222,9 @@ def make_outputs(
         left = gl.convert_layout((scores * gl.exp2(exponents)).to(dtype), left_v)
         mbarrier.wait(h_full, turn)
         out = warpgroup_mma(query, h_s.permute((1, 0)), zero_v, use_acc=False, is_async=True)
+        if NORMALIZE:
+            wide = query.to(gl.float32)
+            norm = gl.convert_layout(gl.rsqrt(gl.sum(wide * wide, 1) + eps), gl.SliceLayout(1, mma_v))[:, None]
         # The outputs before these have left the memory of their v.
         tma.store_wait(0)
         out, query = warpgroup_mma_wait(0, deps=[out, query])
@@ -229,6 +234,8 @@ def make_outputs(
         mbarrier.wait(u_full, turn)
         out = warpgroup_mma(left, u_s.permute((1, 0)), out * factor_o, is_async=True)
         out, left = warpgroup_mma_wait(0, deps=[out, left])
+        if NORMALIZE:
+            out = out * norm
         if c < num_whole:
             # Nobody reads v any longer.
             o_s = x_s.index(stage)

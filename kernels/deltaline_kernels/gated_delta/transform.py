@@ -1,7 +1,7 @@
 """T of every chunk of 64 tokens, all at once, in Triton: diag(beta) (I + tril(exp(G_i - G_j) k_i.k_j beta_j, -1))^-1.
 
-With it go the factors that a walk through the chunks needs. q and k are used as they come: their norms are exponents,
-added to the gates.
+With it go the factors that a walk through the chunks needs. k is used as it comes: its norms are exponents, added to
+the gates. Nothing here needs q, which crosses memory for a walk alone.
 """
 
 import torch
@@ -25,7 +25,7 @@ BLOCK = 16
 TRANSFORM_WARPS = 1
 # Twelve warps at once: 168 us with it, 184 without, for 4 rows of 8192 tokens with 16/32 heads of 128 on an H200.
 TRANSFORM_REGISTERS = 168
-# Columns of q and k at once: four threads have a row of them, as in a product's operands.
+# Columns of k at once: four threads have a row of them, as in a product's operands.
 STRIP = 32
 # What decays by more than exp(-40) in one token no longer counts beside anything; so that sums of gates stay small
 # enough for their differences.
@@ -52,27 +52,19 @@ def _load_strips(p_first, stride, num_rows, first_k, o_b, K: tl.constexpr, BLOCK
 
 @triton.jit
 def _multiply(
-    p_first,
-    stride,
-    num_rows,
-    o_b,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    STRIP: tl.constexpr,
-    LOWER: tl.constexpr,
+    p_first, stride, num_rows, o_b, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr, STRIP: tl.constexpr
 ):
-    """Return the products of each block of rows with itself; LOWER: with all up to itself, row by row."""
+    """Return the products of each block of rows with all up to itself, row by row."""
     products = ()
     for i in tl.static_range(BLOCKS):
-        for _ in tl.static_range(0 if LOWER else i, i + 1):
+        for _ in tl.static_range(i + 1):
             products = products + (tl.zeros((o_b.shape[0], o_b.shape[0]), tl.float32),)
     strips = _load_strips(p_first, stride, num_rows, 0, o_b, K, BLOCKS, STRIP)
     for k in tl.static_range(STRIP, BLOCK_K + STRIP, STRIP):
         ahead = _load_strips(p_first, stride, num_rows, k, o_b, K, BLOCKS, STRIP)
         sums = ()
         for i in tl.static_range(BLOCKS):
-            for j in tl.static_range(0 if LOWER else i, i + 1):
+            for j in tl.static_range(i + 1):
                 sums = sums + (tl.dot(strips[i], tl.trans(strips[j]), acc=products[len(sums)]),)
         products, strips = sums, ahead
     return products
@@ -116,12 +108,11 @@ def _transform(
     i_slot = tl.program_id(0) // H
     i_h = tl.program_id(0) % H
     first, end, is_here = find_chunk(control, num_rows, i_slot, CHUNK)
-    q, k, _ = tokens
+    _, k, _ = tokens
     a, b, A_log, dt_bias = gates
-    q_stride, k_stride, _ = strides
+    _, k_stride, _ = strides
     if is_here:
         o_b = places(BLOCK)
-        p_q = q + first.to(tl.int64) * q_stride + i_h * K
         p_k = k + first.to(tl.int64) * k_stride + i_h * K
         # The gates of all value heads of the key head: [HEADS, CHUNK].
         o_c = tl.arange(0, CHUNK)[None, :]
@@ -131,8 +122,7 @@ def _transform(
         in_t = in_g & (first + o_c < end)
         b_a = tl.load(a + (first.to(tl.int64) + o_c) * a_stride + i_hv, mask=in_t, other=0.0)
         b_b = tl.load(b + (first.to(tl.int64) + o_c) * b_stride + i_hv, mask=in_t, other=0.0)
-        squares = _multiply(p_q, q_stride, end - first, o_b, K, BLOCK_K, BLOCKS, STRIP, False)
-        products = _multiply(p_k, k_stride, end - first, o_b, K, BLOCK_K, BLOCKS, STRIP, True)
+        products = _multiply(p_k, k_stride, end - first, o_b, K, BLOCK_K, BLOCKS, STRIP)
         if RAW:
             b_g, b_beta = b_a.to(tl.float32), b_b.to(tl.float32)
         else:
@@ -147,17 +137,15 @@ def _transform(
         slot = i_slot.to(tl.int64) * HV + i_h * GROUP
         p_norm = (transforms + slot * (CHUNK * CHUNK)).to(tl.pointer_type(tl.float32))
         for i in tl.static_range(BLOCKS):
-            log_q, log_k = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+            log_k = tl.zeros((BLOCK,), tl.float32)
             if NORMALIZE:
-                log_q = _log_norm(squares[i], eps, BLOCK)
                 log_k = _log_norm(products[i * (i + 1) // 2 + i], eps, BLOCK)
-            tl.store(p_norm + i * BLOCK + o_b, log_q)
-            tl.store(p_norm + CHUNK + i * BLOCK + o_b, log_k)
+            tl.store(p_norm + i * BLOCK + o_b, log_k)
         tl.debug_barrier()
-        g_q = b_g + tl.load(p_norm + o_c) + tl.log2(scale)
-        log_k = tl.load(p_norm + CHUNK + o_c)
+        g_q = b_g + tl.log2(scale)
+        log_k = tl.load(p_norm + o_c)
         if NORMALIZE:
-            p_norm += CHUNK + o_b
+            p_norm += o_b
             cosines = ()
             for i in tl.static_range(BLOCKS):
                 norm_i = tl.exp2(tl.load(p_norm + i * BLOCK))[:, None]

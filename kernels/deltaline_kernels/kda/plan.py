@@ -9,7 +9,7 @@ tokens:
 """
 
 from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
-from deltaline_kernels.device.row_splits import RowSplits, cut_rows
+from deltaline_kernels.device.row_splits import RowSplits, count_long_rows, cut_rows
 
 CHUNK = 64
 # A program walks with so many rows of one head's state; so many programs run at once on an H200.
@@ -25,11 +25,10 @@ def choose_plan(heads: DeltaHeads, num_rows: int, num_tokens: int, max_length: i
     """Return the plan of a batch whose rows have at most `max_length` tokens: as many parts as run at once."""
     programs = heads.num_value_heads * -(-heads.value_dim // BLOCK_V)
     return cut_rows(
-        programs,
+        PROGRAMS // (programs * count_long_rows(num_tokens, max_length)),
         num_rows,
         num_tokens,
         max_length,
-        at_once=PROGRAMS,
         fewest=FEWEST_PARTS,
         shortest=SHORTEST_PART,
         chunk=CHUNK,

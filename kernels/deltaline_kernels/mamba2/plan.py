@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from deltaline_kernels.device.row_splits import RowSplits, cut_rows
+from deltaline_kernels.device.row_splits import RowSplits, count_long_rows, cut_rows
 from deltaline_kernels.mamba2.inputs import MambaHeads
 
 # From so many rows x heads on, short rows are computed by programs that take more of the state each.
@@ -76,12 +76,12 @@ def choose_short_tile(heads: MambaHeads, num_rows: int, state_bytes: int) -> Til
 def choose_plan(heads: MambaHeads, num_rows: int, num_tokens: int, max_length: int) -> RowSplits:
     """Return the plan of a batch whose rows have at most `max_length` tokens: as many parts as run at once."""
     halves_pay = max_length >= 2 * SHORTEST_HALF
+    programs = heads.num_heads * -(-heads.head_dim // BLOCK_P)
     return cut_rows(
-        heads.num_heads * -(-heads.head_dim // BLOCK_P),
+        PROGRAMS // (programs * count_long_rows(num_tokens, max_length)),
         num_rows,
         num_tokens,
         max_length,
-        at_once=PROGRAMS,
         fewest=2 if halves_pay else FEWEST_PARTS,
         shortest=SHORTEST_PART,
         chunk=CHUNK,

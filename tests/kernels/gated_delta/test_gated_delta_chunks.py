@@ -43,6 +43,25 @@ def test_chunks_match_the_reference(
     assert bool(ran) == (walk == "hopper" and LAYERS[layer].V % 128 == 0)
 
 
+def check_norms_of_queries(path: Path, *, norms: bool) -> None:
+    rows = [Row(70, replayed=2), Row(130)]
+    batch = make_batch(rows, path, LAYERS["64-128"], max_short=1, padding=ALIGNED).with_queries(1.0, 0.0, 0.01, 16.0)
+    # With outputs of about 1.
+    batch.state.mul_(8.0)
+    check_against_reference(batch if norms else batch.without_norms(), path, path.dtype)
+
+
+@pytest.mark.parametrize("walk", ["hopper", "triton"])
+@pytest.mark.parametrize("norms", [True, False], ids=["norms", "no-norms"])
+def test_outputs_are_divided_by_norms_of_queries(
+    half_path: Path, norms: bool, walk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of which are zero, or as small as eps."""
+    ran = use_walk(monkeypatch, chunk, walk)
+    check_norms_of_queries(half_path, norms=norms)
+    assert bool(ran) == (walk == "hopper")
+
+
 def test_parts_leave_what_the_whole_row_leaves(half_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LAYERS["64-128"]
     whole = make_batch([Row(330, replayed=2)], half_path, layer, padding=ALIGNED)

@@ -7,6 +7,7 @@ from functools import partial
 import kernels.compat.test_compat_gated_delta as checks
 import pytest
 import torch
+from kernels.gated_delta.test_gated_delta_chunks import check_norms_of_queries
 from rigs.kernels.batches import Layer, Row, make_batch
 from rigs.kernels.gluon_on_cpu import OnCpu
 from rigs.kernels.paths import InterpretedPath
@@ -36,6 +37,11 @@ def test_walk_matches_the_reference(length: int, monkeypatch: pytest.MonkeyPatch
     cut_rows(monkeypatch, chunk, length)
     batch = make_batch(ROWS, HALF, Layer(H=1, HV=2, K=128, V=128), max_short=1, padding=ALIGNED)
     check_against_reference(batch, HALF, torch.float16)
+
+
+@pytest.mark.parametrize("norms", [True, False], ids=["norms", "no-norms"])
+def test_outputs_are_divided_by_norms_of_queries(norms: bool) -> None:
+    check_norms_of_queries(HALF, norms=norms)
 
 
 def test_walk_reads_and_writes_lines_where_they_lie() -> None:

@@ -25,7 +25,7 @@ from kernels.gated_delta.test_gated_delta import (
     test_delta_survives_the_strongest_gates,
     test_delta_takes_gates_and_keys_as_they_come,
 )
-from kernels.gated_delta.test_gated_delta_chunks import LAYERS, in_parts
+from kernels.gated_delta.test_gated_delta_chunks import LAYERS, check_norms_of_queries, in_parts
 from kernels.norm.test_norm import (
     test_a_gate_may_be_a_sigmoid,
     test_a_norm_of_what_is_gated_is_that_of_each_group,
@@ -67,6 +67,11 @@ def test_silu_is_right_far_from_zero(path: InterpretedPath) -> None:
 def test_delta_shifts_lines(exact_path: InterpretedPath) -> None:
     rows = [Row(3, verify=True, replayed=2), Row(1, fresh=True), Row(2, to="other"), Row(20, replayed=1)]
     check_shifted_lines(make_batch(rows, exact_path, Layer(H=1, HV=1)), exact_path)
+
+
+@pytest.mark.parametrize("norms", [True, False], ids=["norms", "no-norms"])
+def test_delta_divides_outputs_by_norms_of_queries(norms: bool) -> None:
+    check_norms_of_queries(InterpretedPath("cpu", torch.float16), norms=norms)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ class Batch(Recurrent):
     weight: Tensor
     bias: Tensor
     normalize: bool = True
+    eps: float = 1e-6
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -120,7 +121,7 @@ class Batch(Recurrent):
         from deltaline_kernels.gated_delta.launch import gated_delta_triton
 
         layer = self.layer
-        heads = DeltaHeads(layer.H, layer.HV, layer.K, layer.V, layer.K**-0.5, 1e-6)
+        heads = DeltaHeads(layer.H, layer.HV, layer.K, layer.V, layer.K**-0.5, self.eps)
         q, k, v = heads.split(self.qkv)
         inputs = DeltaInputs(q, k, v, self.a, self.b, self.A_log, self.dt_bias, heads, self.normalize)
         gated_delta_triton(inputs, lines, rows, o)
@@ -133,7 +134,7 @@ class Batch(Recurrent):
 
     def _run(self, operation: Callable[..., Tensor]) -> Tensor:
         lines = (self.state, self.drafts, self.rows)
-        return operation(*self.inputs, *lines, num_key_heads=self.layer.H, normalize=self.normalize)
+        return operation(*self.inputs, *lines, num_key_heads=self.layer.H, eps=self.eps, normalize=self.normalize)
 
     def with_raw_gates(self) -> Batch:
         """Return the batch with log decays for a and strengths of up to 2 for b."""
@@ -145,6 +146,14 @@ class Batch(Recurrent):
         keys = 2 * self.layer.H * self.layer.K
         qkv[:, :keys] /= self.layer.K**0.5
         return replace(self, qkv=qkv, normalize=False)
+
+    def with_queries(self, *sizes: float) -> Batch:
+        """Return the batch with queries of these sizes in turns, of which eps may hide the smaller ones."""
+        queries = self.layer.H * self.layer.K
+        qkv = self.qkv.clone()
+        for i, size in enumerate(sizes):
+            qkv[i :: len(sizes), :queries] *= size
+        return replace(self, qkv=qkv, eps=1e-2)
 
 
 def plan_rows(
