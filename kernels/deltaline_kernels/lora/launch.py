@@ -10,7 +10,6 @@ from deltaline_kernels.lora.dense import empty_halves, launch_expand_dense, laun
 from deltaline_kernels.lora.expand import launch_expand
 from deltaline_kernels.lora.fused import launch_fused
 from deltaline_kernels.lora.plan import (
-    EAGER_TOKENS,
     DensePlan,
     find_bucket,
     pad_rank,
@@ -52,7 +51,6 @@ def add_lora_triton(x: Tensor, out: Tensor, weights: LoraWeights, tiles: Adapter
     shrink = plan_shrink(bucket, num_tokens, rank, inputs, x.dtype)
     size = (shrink.splits, tiles.num_tiles, tiles.rows, len(weights.sizes), pad_rank(rank))
     sums = torch.empty(size, dtype=torch.float32, device=x.device)
-    behind = (weights.b, out) if overlap and num_tokens <= EAGER_TOKENS else None
-    launch_shrink(x, weights.a, weights.ranks, sums, tiles, shrink, dependents=overlap, behind=behind)
+    launch_shrink(x, weights.a, weights.ranks, sums, tiles, shrink, dependents=overlap)
     expand = plan_expand(bucket, num_tokens, rank, x.dtype)
     launch_expand(sums, weights.of_outputs, out, tiles, expand, dependent=overlap)

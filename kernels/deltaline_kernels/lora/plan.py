@@ -145,8 +145,7 @@ class Bucket:
     expand: tuple[int, int, int, int | None]
 
 
-# So few tokens wait more than they load: the first rows of A are on their way before the rank is known, and the shrink
-# asks for what the expand reads.
+# So few tokens wait more than they load: the first rows of A are on their way before the rank is known.
 EAGER_TOKENS = 64
 ANY = 1 << 62
 # Measured, but for those of at most 8 tokens, of 64 with any rank and of 2,048: these follow their neighbours.

@@ -11,25 +11,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from deltaline_kernels.device.prefetch import LINE_BYTES, prefetch
 from deltaline_kernels.lora.plan import ShrinkPlan
 from deltaline_kernels.lora.tile import drop_empty, load_rank, load_tile, shrink_tile
 from deltaline_kernels.lora.tiles import AdapterTiles
-
-
-@triton.jit
-def ask_for_expand(p_b, out, token, out_stride, R: tl.constexpr, N: tl.constexpr, part, PARTS: tl.constexpr):
-    """Have one of PARTS parts of what the expand of a tile reads brought to the L2: the adapter's B and the outputs."""
-    LINE: tl.constexpr = LINE_BYTES // (out.dtype.element_ty.primitive_bitwidth // 8)
-    LINES: tl.constexpr = (R * N + PARTS * LINE - 1) // (PARTS * LINE)
-    o = tl.minimum(tl.arange(0, triton.next_power_of_2(LINES)), LINES - 1)
-    prefetch(p_b + tl.minimum((part * LINES + o) * LINE, R * N - 1))
-    ROW_LINES: tl.constexpr = (N + PARTS * LINE - 1) // (PARTS * LINE)
-    o = tl.minimum(tl.arange(0, triton.next_power_of_2(ROW_LINES)), ROW_LINES - 1)
-    o_n = tl.minimum((part * ROW_LINES + o) * LINE, N - 1)
-    # Rows without a token ask for those of one that has.
-    row = tl.where(token >= 0, token, tl.maximum(tl.max(token, 0), 0)).to(tl.int64)
-    prefetch(out + row[:, None] * out_stride + o_n[None, :])
 
 
 # One compiled variant whatever tiles a batch has: nothing is compiled while serving.
@@ -43,14 +27,10 @@ def _shrink(
     partials,
     tile_slots,
     tile_tokens,
-    b,
-    out,
     x_stride,
-    out_stride,
     num_tiles,
     tile_stride,
     K: tl.constexpr,
-    N: tl.constexpr,
     R: tl.constexpr,
     S: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -76,9 +56,6 @@ def _shrink(
     # Tiles of adapters come first: behind the first one without an adapter there are none.
     while slot >= 0:
         rank = drop_empty(load_rank(ranks, slot, i_slice, S, R), tile_tokens, tile, BLOCK_M, PIECES)
-        if b is not None:
-            p_b = b + slot.to(tl.int64) * (R * N)
-            ask_for_expand(p_b, out, token, out_stride, R, N, i_split * S + i_slice, SPLITS * S)
         p_a = a + (slot.to(tl.int64) * S + i_slice) * (R * K)
         row = (i_split * num_tiles + tile).to(tl.int64) * BLOCK_M + o_m
         p_s = partials + row[:, None] * (S * COLUMNS) + i_slice * COLUMNS + o_r[None, :]
@@ -106,14 +83,11 @@ def launch_shrink(
     plan: ShrinkPlan,
     *,
     dependents: bool,
-    behind: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write partials `[splits, tiles, rows, S, columns]`, where a tile has a token and its adapter a rank.
 
     a: `[slots, S, R, in]`. Arguments are validated by the caller. `dependents`: the next launch waits by itself.
-    `behind`: the weights `[slots, R, out]` and outputs `[T, out]` that it reads, which are asked for here.
     """
-    b, out = behind or (None, None)
     _, num_slices, max_rank, num_inputs = a.shape
     num_tiles = tiles.num_tiles * (tiles.rows // plan.block_m)
     per_tile = plan.splits * num_slices
@@ -125,14 +99,10 @@ def launch_shrink(
         partials,
         tiles.slots,
         tiles.tokens,
-        b,
-        out,
         x.stride(0),
-        0 if out is None else out.stride(0),
         num_tiles,
         tiles_at_once,
         K=num_inputs,
-        N=0 if out is None else out.shape[1],
         R=max_rank,
         S=num_slices,
         COLUMNS=partials.shape[4],
