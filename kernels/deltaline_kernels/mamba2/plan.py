@@ -37,7 +37,7 @@ MANY_TOKENS: tuple[int, int, int | None] = (1, 8, 255)
 # program's one warp, for few and many.
 ROW_THREADS, LOAD_BYTES = 4, 16
 SHORT_ROWS = 16
-FEW_SHORT, MANY_SHORT = (1, 168, 2), (2, 255, 4)
+FEW_SHORT, MANY_SHORT = (1, 168, 2), (2, 255, 3)
 
 # Long rows of 16-bit values, in chunks. Microseconds on an H200, heads of 64, state 128, whole, and in so many parts:
 #
