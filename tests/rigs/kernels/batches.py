@@ -148,7 +148,7 @@ class Batch(Recurrent):
         return replace(self, qkv=qkv, normalize=False)
 
     def with_queries(self, *sizes: float) -> Batch:
-        """Return the batch with queries of these sizes in turns, of which eps may hide the smaller ones."""
+        """Return the batch with queries of these sizes in turns, and an eps that tells in the norms of small ones."""
         queries = self.layer.H * self.layer.K
         qkv = self.qkv.clone()
         for i, size in enumerate(sizes):

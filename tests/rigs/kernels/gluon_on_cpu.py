@@ -1,16 +1,15 @@
 """Runs a Gluon kernel on CPU tensors, program by program, to test what it computes without a GPU.
 
 Every operation happens at once where it is begun: a copy that overwrites a tile too early shows, a wait or a barrier
-that is missing does not, nor does what a layout or the assembler gets wrong. Shared memory is NaN until written.
-Barriers in memory count arrivals and bytes, and partitions of warps are threads: what one does not tell another of
-shows, as a wait that never ends or a value that is not there yet.
+that is missing does not, nor does what a layout or the assembler gets wrong. Shared memory is NaN until written. Groups
+of warps with parts of their own are threads, which wait for each other's barriers.
 """
 
 from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -104,6 +103,51 @@ class Tiles:
         return part, (part.shape[0], part.shape[1])
 
 
+class Barriers:
+    """Counts what arrives at a program's barriers. A phase ends when all have arrived and all bytes have come."""
+
+    # As long as a thread waits for others, in seconds: then a test fails that would not end.
+    PATIENCE = 60.0
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Of each barrier: what arrives in a phase, what is missing in this one, bytes too, and ended phases.
+        self._counts: dict[int, list[int]] = {}
+
+    def init(self, bar: Shared, count: int) -> None:
+        self._counts[bar.tensor.data_ptr()] = [count, count, 0, 0]
+
+    def expect(self, bar: Shared, num_bytes: int, pred: Any = True) -> None:
+        if pred:
+            self._come(bar, 1, -num_bytes)
+
+    def arrive(self, bar: Shared, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            self._come(bar, count, 0)
+
+    def copied(self, bar: Shared, num_bytes: int) -> None:
+        self._come(bar, 0, num_bytes)
+
+    def wait(self, bar: Shared, phase: Any, pred: Any = True) -> None:
+        counts = self._counts[bar.tensor.data_ptr()]
+        with self._changed:
+            assert not pred or self._changed.wait_for(lambda: counts[3] % 2 != int(phase), self.PATIENCE)
+
+    def _come(self, bar: Shared, arrived: int, num_bytes: int) -> None:
+        counts = self._counts[bar.tensor.data_ptr()]
+        with self._changed:
+            counts[1] -= arrived
+            counts[2] += num_bytes
+            assert counts[1] >= 0
+            if counts[1] == 0 and counts[2] == 0:
+                counts[1] = counts[0]
+                counts[3] += 1
+                self._changed.notify_all()
+
+    def MBarrierLayout(self) -> None:
+        return None
+
+
 def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
     mask, found = pointer.places(mask)
     values = pointer.memory[found] if pointer.memory.numel() else torch.zeros(found.shape, dtype=pointer.memory.dtype)
@@ -116,61 +160,14 @@ def _store(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
     pointer.memory[found[mask]] = torch.broadcast_to(value, mask.shape)[mask]
 
 
-class Barriers:
-    """The barriers in shared memory of a program: arrivals and bytes that each still waits for, and its phase."""
-
-    PATIENCE_S = 20.0
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._counts = dict[int, int]()
-        self._pending = dict[int, list[int]]()  # arrivals, bytes
-        self._phases = dict[int, int]()
-
-    def init(self, bar: Shared, count: int) -> None:
-        place = bar.tensor.data_ptr()
-        self._counts[place], self._pending[place], self._phases[place] = count, [count, 0], 0
-
-    def expect(self, bar: Shared, num_bytes: int, pred: Any = True) -> None:
-        if pred:
-            self._note(bar, 1, num_bytes)
-
-    def arrive(self, bar: Shared, *, count: int = 1, pred: Any = True) -> None:
-        if pred:
-            self._note(bar, count, 0)
-
-    def wait(self, bar: Shared, phase: Any, pred: Any = True) -> None:
-        """Wait until the phase of this parity has ended."""
-        place = bar.tensor.data_ptr()
-        with self._changed:
-            ended = self._changed.wait_for(lambda: not pred or self._phases[place] % 2 != int(phase), self.PATIENCE_S)
-        assert ended, "a wait that never ends"
-
-    def copy(self, tiles: Tiles, at: list[Any], bar: Shared, shared: Shared, pred: Any = True) -> None:
-        if pred:
-            part, (rows, columns) = tiles.place(at, shared.shape)
-            shared.tensor.zero_()
-            shared.tensor[:rows, :columns] = part
-            self._note(bar, 0, -shared.tensor.numel() * shared.tensor.element_size())
-
-    def _note(self, bar: Shared, arrivals: int, num_bytes: int) -> None:
-        place = bar.tensor.data_ptr()
-        with self._changed:
-            pending = self._pending[place]
-            pending[0] -= arrivals
-            pending[1] += num_bytes
-            assert pending[0] >= 0, "more arrivals than a barrier waits for"
-            if pending == [0, 0]:
-                pending[0] = self._counts[place]
-                self._phases[place] += 1
-                self._changed.notify_all()
-
-
-def _specialize(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *_: object) -> None:
-    """Run partitions of warps at once."""
-    with ThreadPoolExecutor(len(partitions)) as threads:
-        for done in [threads.submit(run, *arguments) for run, arguments in partitions]:
-            done.result()
+def _copy_to_shared(
+    barriers: Barriers, tiles: Tiles, at: list[Any], bar: Shared, shared: Shared, pred: Any = True
+) -> None:
+    if pred:
+        part, (rows, columns) = tiles.place(at, shared.shape)
+        shared.tensor.zero_()
+        shared.tensor[:rows, :columns] = part
+        barriers.copied(bar, shared.tensor.numel() * shared.dtype.itemsize)
 
 
 def _copy_to_global(tiles: Tiles, at: list[Any], shared: Shared) -> None:
@@ -194,6 +191,12 @@ def _multiply(a: Any, b: Any, acc: Tensor, *, use_acc: bool = True, is_async: bo
 
 def _wait(_pending: int, deps: list[Any]) -> Any:
     return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def _specialize(parts: list[Any], _warps: object, _registers: object) -> None:
+    with ThreadPoolExecutor(len(parts)) as groups:
+        for ended in [groups.submit(run, *told) for run, told in parts]:
+            ended.result()
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -245,8 +248,8 @@ def _language(program: Callable[[], int], num_programs: int) -> types.SimpleName
         log2=torch.log2,
         convert_layout=lambda x, layout: x,
         static_range=range,
-        static_assert=_nothing,
         warp_specialize=_specialize,
+        static_assert=_nothing,
         inline_asm_elementwise=_nothing,
     )
 
@@ -256,12 +259,9 @@ def run_on_cpu(kernel: Any, grid: int, arguments: dict[str, Any]) -> None:
     from triton.language import constexpr
 
     programs = [0]
-    counted = Barriers()
-    barriers = types.SimpleNamespace(
-        init=counted.init, expect=counted.expect, arrive=counted.arrive, wait=counted.wait, MBarrierLayout=_layout
-    )
+    barriers = Barriers()
     copies = types.SimpleNamespace(
-        async_copy_global_to_shared=counted.copy,
+        async_copy_global_to_shared=partial(_copy_to_shared, barriers),
         async_copy_shared_to_global=_copy_to_global,
         store_wait=_nothing,
     )
