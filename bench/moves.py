@@ -2,9 +2,9 @@
 
     python bench/moves.py [--size h200|small] [--layers N] [--moves 20] [--output FILE.json]
 
-Two servers have the same random weights and share the GPU where there is one: layers of a model of 27 billion
-parameters, every fourth of them attention (size h200). A sequence with a prompt goes back and forth between them. Of
-each way are judged
+Two servers have the same random weights: layers of a model of 27 billion parameters, every fourth of them attention
+(size h200). Each has a GPU of its own where this host has two, else they share one. A sequence with a prompt goes back
+and forth between them. Of each way are judged
 
   freeze   how much longer than the median step the slowest one took while a move was under way, as the client saw it:
            at most 20 ms and what stood still at the rate of that way; the median of so many moves
@@ -45,7 +45,8 @@ from deltaline_cli.bench.busy import read_metrics
 from deltaline_client import AsyncClient, AsyncSequence
 from deltaline_server.moving.ways import CHUNK_BYTES
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_GPUS = torch.cuda.device_count()
+DEVICE = torch.device("cuda" if NUM_GPUS else "cpu")
 MAX_FREEZE_S, MIN_OF_BARE, MIN_LINK_RATE = 0.020, 0.7, 5e9
 WAYS = GRPC, LINK = "gRPC", "link"
 # Decode steps before the first move, of which the median is taken, and between two moves.
@@ -104,9 +105,10 @@ def main() -> int:
     size = replace(size, is_judged=DEVICE.type == "cuda", layers=options.layers or size.layers)
     figures = asyncio.run(measure(size, options.moves))
     print(write_table(figures))
-    print(f"{size.layers} layers, hidden {size.hidden}, {size.prefill_tokens} tokens, on {name_device(DEVICE)}")
+    device = name_device(DEVICE) if NUM_GPUS < 2 else f"{name_device(DEVICE)}, one for each server"
+    print(f"{size.layers} layers, hidden {size.hidden}, {size.prefill_tokens} tokens, on {device}")
     if options.output is not None:
-        record = provenance(name_device(DEVICE), torch, np, grpc) | {"size": asdict(size), "figures": to_json(figures)}
+        record = provenance(device, torch, np, grpc) | {"size": asdict(size), "figures": to_json(figures)}
         options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if failures := missed(figures):
         print("missed: " + "; ".join(figure.name for figure in failures))
@@ -148,7 +150,7 @@ async def pair(size: Size, folder: Path) -> AsyncIterator[list[Served]]:
     async with AsyncExitStack() as running:
         logs = []
         links = {port: folder / "run" / f"{port}.sock" for port in ports}
-        for port, other in (ports, ports[::-1]):
+        for number, (port, other) in enumerate((ports, ports[::-1])):
             options: Mapping[str, Any] = {
                 "random_init": model,
                 "dtype": size.dtype,
@@ -167,7 +169,8 @@ async def pair(size: Size, folder: Path) -> AsyncIterator[list[Served]]:
             }
             log = folder / f"{port}.log"
             flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-            logs.append((running.enter_context(process_of(["deltaline_server", *flags], log)), log))
+            gpu = {"CUDA_VISIBLE_DEVICES": str(number)} if NUM_GPUS > 1 else {}
+            logs.append((running.enter_context(process_of(["deltaline_server", *flags], log, gpu)), log))
         found = [await asyncio.to_thread(said, READY, *one) for one in logs]
         yield [
             Served(one[1], f"link:{links[port]}", f"http://127.0.0.1:{one[2]}/metrics")

@@ -4,7 +4,9 @@ SHAPE is 27b, 35b-a3b or the path of a config.json, as for bench/model.py. Times
 several weights one behind the other, more than the L2 holds, with a small launch between. With --write those that beat
 torch's by more than 1.5% become the table of kernels/deltaline_kernels/linear, in place of what it has.
 
-    python bench/products.py SHAPE... [--rows 1,2,4,8,16,32,64,128,256] [--write]
+With --ranks N also those of a rank's share among so many.
+
+    python bench/products.py SHAPE... [--rows 1,2,4,8,16,32,64,128,256] [--ranks N]... [--write]
 
 Exit status: 0; 2 without a Hopper GPU or with a SHAPE that is none.
 """
@@ -41,13 +43,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="+", metavar="SHAPE")
     parser.add_argument("--rows", type=numbers, default=ROWS, help="numbers of rows (default: those of graphs)")
+    text = "also the products of one of N ranks"
+    parser.add_argument("--ranks", type=int, action="append", default=[1], metavar="N", help=text)
     parser.add_argument("--write", action="store_true", help="make the fastest ones those that are chosen")
     args = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("products: expected a Hopper GPU, which the table is for, got none", file=sys.stderr)
         return 2
     try:
-        sizes = sorted({size for name in args.shapes for size in sizes_of(name)})
+        sizes = sorted({size for name in args.shapes for ranks in args.ranks for size in sizes_of(name, ranks)})
     except (ModelError, OSError, ValueError) as error:
         print(f"products: {error}", file=sys.stderr)
         return 2
@@ -67,11 +71,11 @@ def numbers(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
 
 
-def sizes_of(name: str) -> set[tuple[int, int]]:
-    """Return outputs and inputs of each product that all tokens have."""
+def sizes_of(name: str, world_size: int = 1) -> set[tuple[int, int]]:
+    """Return outputs and inputs of each product that all tokens have, of one of so many ranks."""
     with tempfile.TemporaryDirectory() as folder:
         config = ModelConfig.from_file(Shape.find(name, Path(folder)).config_path)
-    return {size for layer in Work(config, itemsize=2).layers() for size in layer.dense}
+    return {size for layer in Work(config, itemsize=2).layers(world_size) for size in layer.dense}
 
 
 @torch.inference_mode()

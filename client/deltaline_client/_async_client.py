@@ -63,10 +63,11 @@ class AsyncClient(ClientState):
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
         servers: Iterable[str] | None = None,
+        channels: int = 1,
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
         shown = Token.of(token, token_file, with_port(address), tls)
-        self._transport = AsyncTransport(address, tls, Caller(shown), servers, on_leave=self._leave_link)
+        self._transport = AsyncTransport(address, tls, Caller(shown), servers, channels, on_leave=self._leave_link)
 
     async def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""
@@ -77,6 +78,7 @@ class AsyncClient(ClientState):
                 result: Any = None
                 try:
                     if session.is_over:
+                        session.close()
                         session = await self._transport.session()
                     match command:
                         case Send():
@@ -103,6 +105,7 @@ class AsyncClient(ClientState):
             return cast(T, end.value)
         finally:
             flow.close()
+            session.close()
 
     async def open(
         self,

@@ -69,7 +69,8 @@ class Client(ClientState):
     how it and the server know each other, None for plain text (see Tls); token, or token_file, which is read again when
     it changes: who it is to a server that asks; not in plain text to another host; servers, addresses at which calls
     may go on about what a server opened that tells one of them: None for any whose certificate verifies, and without
-    TLS for none. Raises ValueError.
+    TLS for none; channels, how many connections of gRPC to each server its calls at a time are spread over: more than
+    one where a server has front ends. Raises ValueError.
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class Client(ClientState):
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
         servers: Iterable[str] | None = None,
+        channels: int = 1,
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
         shown = Token.of(token, token_file, with_port(address), tls)
-        self._transport = Transport(address, tls, Caller(shown), servers, on_leave=self._leave_link)
+        self._transport = Transport(address, tls, Caller(shown), servers, channels, on_leave=self._leave_link)
 
     def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""

@@ -263,17 +263,14 @@ class Conversation(Generic[E]):
     def _take_of_call(self, call: LinkCall[E], envelope: link.Envelope, body: memoryview) -> None:
         """Raises LinkError, DecodeError."""
         if envelope.kind == link.MESSAGE:
-            is_last = envelope.flags & link.LAST
-            if is_last:
-                self._forget(call)
-            call.on_message(bytes(body))
-            if is_last:
-                call.on_end(None)
+            on_message, on_end = call.on_message, self._forget(call) if envelope.flags & link.LAST else None
+            on_message(bytes(body))
+            if on_end is not None:
+                on_end(None)
         elif envelope.kind == link.STATUS:
-            self._forget(call)
             status = status_pb2.Status.FromString(bytes(body))
             call.hold_s = envelope.amount * 1e-6
-            call.on_end(self._read_status(status) if status.code else None)
+            self._forget(call)(self._read_status(status) if status.code else None)
         elif envelope.kind == link.TAKEN:
             call.credit += envelope.amount
         elif envelope.kind == link.ROOM:
@@ -319,18 +316,23 @@ class Conversation(Generic[E]):
 
     def _refuse(self, call: LinkCall[E], code: int, why: str, reason: str = "") -> None:
         """End a call on this side. code: of google.rpc. reason: of the ErrorInfo that a server would send, if any."""
+        on_end = call.on_end
         self.cancel(call)
         status = status_pb2.Status(code=code, message=why)
         if reason:
             status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain="deltaline"))
-        call.on_end(self._read_status(status))
+        on_end(self._read_status(status))
 
-    def _forget(self, call: LinkCall[E]) -> None:
+    def _forget(self, call: LinkCall[E]) -> Callable[[E | None], object]:
+        """A call is over; return what is to be told of it. The call lets go of that, which may refer to the call: such
+        a circle waits for the garbage collector."""
+        on_end, call.on_message, call.on_end = call.on_end, _nothing, _nothing
         call.is_over = True
         self._calls.pop(call.number, None)
         self.unsent.pop(call, None)
         if call.body is not None and call.body[1] & link.PLACED:
             self._placed.pop(link.Place.read(call.body[0]).offset, None)
+        return on_end
 
     def end(self, code: int, why: str) -> None:
         """The connection is over, for a reason with a code of google.rpc. Idempotent."""
@@ -341,13 +343,16 @@ class Conversation(Generic[E]):
         if self.error is None:
             self.error = error
             for call in {**dict.fromkeys(self._calls.values()), **self.unsent}:
-                self._forget(call)
-                call.on_end(error)
+                self._forget(call)(error)
             makers, self._makers = self._makers, {}
             for on_done in makers.values():
                 on_done(error)
             # The server has let go of its side; what refers to an error's frames may keep this one for long.
             self._arena, self._placed = None, {}
+
+
+def _nothing(_: object) -> None:
+    """What is called back for a call that is over."""
 
 
 def _read(array: Array | None, place: link.Place) -> memoryview:

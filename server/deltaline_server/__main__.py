@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -12,6 +11,7 @@ import sys
 from deltaline_server import log
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config, ConfigError, unknown_variables
+from deltaline_server.garbage import settle
 from deltaline_server.ranks.launcher import launch
 from deltaline_server.ranks.parent import end_with_parent
 from deltaline_server.ranks.place import Place, PlaceError
@@ -146,7 +146,7 @@ async def serve(config: Config, place: Place | None = None) -> int:
     from deltaline_server.sizing.host import check_host
 
     check_host(config)
-    server, loop = Server(config, place, loaded=_freeze), asyncio.get_running_loop()
+    server, loop = Server(config, place, loaded=settle), asyncio.get_running_loop()
 
     def take(number: int, frame: object) -> None:
         if not server.has_started:
@@ -161,12 +161,6 @@ async def serve(config: Config, place: Place | None = None) -> int:
     if place is not None:
         _end_now(code)
     return code
-
-
-def _freeze() -> None:
-    """Let the garbage collector look no more at what is there now, which stays, while steps wait."""
-    gc.collect()
-    gc.freeze()
 
 
 if __name__ == "__main__":

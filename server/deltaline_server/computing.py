@@ -120,6 +120,7 @@ class Computing:
             "limits of batches": str(self.limits),
             "lines, drafts and pages": str((pool.num_lines, pool.max_draft, kv)),
             "adapter places": str(adapters),
+            "layers that are computed before graphs are captured": str(self.model.distinct(pool)),
             "versions": f"deltaline {__version__}, torch {torch.__version__}",
         }
 

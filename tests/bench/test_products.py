@@ -16,6 +16,12 @@ def test_the_products_of_a_model_are_those_of_its_projections() -> None:
     assert products.sizes_of("27b") == {(5120, 6144), (5120, 17408), (14336, 5120), (16480, 5120), (34816, 5120)}
 
 
+def test_ranks_share_outputs_or_inputs() -> None:
+    assert products.sizes_of("27b", 2) == {(5120, 3072), (5120, 8704), (7168, 5120), (8240, 5120), (17408, 5120)}
+    # Its router is on all of them, and 2 key-value heads on two each.
+    assert products.sizes_of("35b-a3b", 4) >= {(257, 2048), (2048, 1024), (256, 2048), (2048, 128), (2560, 2048)}
+
+
 def test_the_table_that_is_written_is_the_one_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "fastest.py"
     path.write_text(products.TABLE.read_text())

@@ -155,11 +155,11 @@ def test_the_link_is_held_to_its_bars() -> None:
 
 
 def test_the_client_is_held_to_what_it_adds_to_raw_steps() -> None:
-    assert names(decode.judge_beside_raw(H200, steps(1000), steps(1150), steps(1300))) == []
-    slow = decode.judge_beside_raw(H200, steps(1000), steps(1151), steps(1300))
-    assert names(slow) == ["added by the Python client, p50"]
-    assert list(values(slow).values()) == pytest.approx([151, 300])
-    assert names(decode.judge_beside_raw(SMALL, steps(1000), steps(1151), steps(1300))) == []
+    assert names(decode.judge_beside_raw(H200, steps(1000), steps(1150), steps(1300), steps(1150))) == []
+    slow = decode.judge_beside_raw(H200, steps(1000), steps(1151), steps(1300), steps(1152))
+    assert names(slow) == ["added by the Python client, p50", "the same, the client for threads, p50"]
+    assert list(values(slow).values()) == pytest.approx([151, 300, 152])
+    assert names(decode.judge_beside_raw(SMALL, steps(1000), steps(1151), steps(1300), steps(1151))) == []
 
 
 def test_throughput_is_held_to_the_engine() -> None:

@@ -37,14 +37,15 @@ def test_behind_a_round_robin_clients_follow_the_names_and_nothing_is_lost_or_le
         assert not balancer.servers_of("StepStream") | balancer.servers_of("CloseSequences")
 
 
+@pytest.mark.parametrize("channels", [1, 3])
 def test_a_policy_that_hashes_the_affinity_brings_all_of_a_client_to_one_server(
-    driven: Driven, start: Callable[..., Servers], clients: Callable[..., Any]
+    driven: Driven, start: Callable[..., Servers], clients: Callable[..., Any], channels: int
 ) -> None:
     servers = start(NUM_SERVERS)
     with balanced(servers.addresses, by_affinity(NUM_SERVERS)) as balancer:
         seen: dict[str, set[int]] = {}
         for _ in range(6):
-            client, before = clients(balancer.address), len(balancer.routed)
+            client, before = clients(balancer.address, channels=channels), len(balancer.routed)
             run_round(driven, client)
             run_round(driven, client)
             own = balancer.routed[before:]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from e2e.conftest import server_of
+from rigs.garbage import nothing_left
 from rigs.small_models import GATED_DELTA_NET
 from rigs.target import ADMIN, HIDDEN, LAYER, Target, reason_of, step_request, target_of
 from rigs.until import until
@@ -71,6 +72,19 @@ def shared_step(target: Target, handle: int, region: int, output_offset: int) ->
     output = pb.OutputSlice(region=region, offset=output_offset, size_bytes=2 * HIDDEN * 4)
     step: pb.StepRequest = step_request(target, [handle], hidden=hidden, output_slice=output)
     return step
+
+
+@pytest.mark.parametrize("method", ["Step", "DescribeSequences"])
+async def test_an_answered_call_leaves_nothing_to_the_garbage_collector(target: Target, method: str) -> None:
+    sequence = await target.client.open()
+    handles: Any = {"server_epoch": sequence.server_epoch, "sequence": [sequence.handle]}
+    hidden = wire.encode(np.ones((1, HIDDEN), dtype=np.float32))
+    step = step_request(target, [sequence.handle], hidden=hidden, query_start_loc=[0, 1])
+    body = (step if method == "Step" else pb.DescribeSequencesRequest(**handles)).SerializeToString()
+    with nothing_left("deltaline", "grpc._cython.cygrpc._ServicerContext"):
+        assert (await target.send(LAYER + method, body))[0] is grpc.StatusCode.OK
+        await asyncio.sleep(0.1)
+    await sequence.close()
 
 
 @pytest.mark.parametrize("output_offset", [0, 4096])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,11 +15,13 @@ import pytest
 from e2e.conftest import server_of
 from e2e.test_moves import pair, reasons, refused_target
 from e2e.test_state_files import HOST, folder_of
+from rigs.layer_calls import reason_of
 from rigs.link_proxy import LinkProxy
 from rigs.move_faults import Clock, live_through
 from rigs.moved_sequences import DECODE, PREFILL, Calls, all_kinds
 from rigs.principals import entry, headers, write_principals
 from rigs.small_models import HYBRID
+from rigs.until import until
 
 from deltaline.link_socket import connect
 from deltaline_server.app import Server
@@ -63,6 +67,57 @@ async def test_a_target_with_little_link_memory_takes_moves_too(
             await each.step(PREFILL, 2000)
         assert not reasons(await calls.move([one], link_of(target))) and one.address == target.address
         assert await all_kinds(one) == await all_kinds(twin)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1 << 20], ids=["none", "too little"])
+async def test_a_target_that_has_no_link_memory_takes_moves_in_packets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    """The first move finds that out, and goes once more; the others know it, as they go by the same connection."""
+    made = list[str]()
+
+    def counted(path: str) -> Any:
+        made.append(path)
+        return connect(path)
+
+    monkeypatch.setattr(ways, "connect", counted)
+    monkeypatch.setattr(exchange, "AHEAD_BYTES", 200_000)
+    async with linked_pair(tmp_path, of_target={"link_memory_bytes": num_bytes}) as (source, target), Calls() as calls:
+        one, twin, other = await calls.open(source.address, 3)
+        for each in (one, twin, other):
+            await each.step(PREFILL, 2000)
+        for each in (one, other):
+            assert not reasons(await calls.move([each], link_of(target))) and each.address == target.address
+        assert await all_kinds(one) == await all_kinds(twin)
+        assert len(made) == 2 and source.runtime.mover.num_failed == 0
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "why"),
+    [
+        (0, "this server shares no memory"),
+        (1 << 20, r"0 of 1048576 bytes .* of shared memory are in use, \d+ bytes more"),
+    ],
+    ids=["none", "too little"],
+)
+async def test_why_a_target_gives_no_memory_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_bytes: int, why: str
+) -> None:
+    """To who asks for a move, and of a drain in the log."""
+    monkeypatch.setattr(ways, "PACKET_CHUNK_BYTES", ways.CHUNK_BYTES)
+    async with linked_pair(tmp_path, of_target={"link_memory_bytes": num_bytes}) as (source, target), Calls() as calls:
+        [one] = await calls.open(source.address)
+        await one.step(PREFILL, 2000)
+        [refused] = (await calls.move([one], link_of(target))).row_status
+        assert reason_of(refused.status) == "MOVE_FAILED"
+        told = f"did not answer as it should: no link memory is to be had: {why}"
+        assert re.search(told, refused.status.message)
+        with caplog.at_level(logging.INFO):
+            source.runtime.drain.begin(30.0, link_of(target))
+            await until(lambda: "sequences moved" in caplog.text)
+        [fields] = [vars(each)["fields"] for each in caplog.records if each.getMessage() == "sequences moved"][:1]
+        assert (fields["failed"], fields["reasons"]) == (1, "MOVE_FAILED:1") and re.search(told, fields["why"])
+        await one.step(DECODE)
 
 
 async def test_a_connection_stays_for_the_next_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

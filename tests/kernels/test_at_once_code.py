@@ -53,6 +53,24 @@ def test_products_of_short_rows_take_the_state_as_it_was_loaded(family: str, mon
     assert len(products) >= 64 and moves < len(products) / 8
 
 
+@pytest.mark.parametrize("family", ["gated_delta", "mamba2"])
+def test_tokens_of_short_rows_do_not_wait_for_the_state(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads count what is on its way in one of six counters, and who waits for a counter waits for all of its loads."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    batch = BATCHES[family]()
+    moved = batch.replaced(**{name: on_meta(value) for name, value in vars(batch).items()})
+    (kernel,) = compile_launches(monkeypatch, moved.run_public)
+    # The counters that an instruction waits for, as bits, and the one that counts a load: "21:-:4:-:1<tab>LDG.E ...".
+    lines = [line.split("\t") for line in kernel.asm["sass"].splitlines() if "\t" in line]
+    waits = [0 if control.startswith("--") else int(control.split(":")[0], 16) for control, _ in lines]
+    branch = next(i for i, (_, text) in enumerate(lines) if "BRA" in text)
+    states = [i for i, (_, text) in enumerate(lines[:branch]) if "LDG.E.128" in text]
+    counters = sum(1 << int(counter) for counter in {lines[i][0].split(":")[2] for i in states})
+    products = [i for i, (_, text) in enumerate(lines) if "HMMA.16816.F32.BF16" in text]
+    assert len(states) >= 32 and len(products) >= 8
+    assert not any(wait & counters for wait in waits[states[-1] : products[-1]])
+
+
 @pytest.mark.parametrize("norms", [True, False], ids=["norms", "no-norms"])
 @pytest.mark.parametrize("gates", [True, False], ids=["gates", "raw-gates"])
 def test_every_kind_of_short_rows_is_compiled_right(gates: bool, norms: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,14 @@ def test_the_end_of_the_connection_ends_calls_that_have_not_gone(server: Server)
     assert ends == [status_pb2.Status(code=code_pb2.UNAVAILABLE, message="gone")]
 
 
+def test_a_status_that_can_not_be_read_ends_the_connection_and_its_call(server: Server) -> None:
+    _, bodies, ends = server.begin(b"small")
+    ((call, _),) = server.take(link.CALL)
+    server.say(link.STATUS, call.call, b"\xff")
+    assert server.conversation.error is not None and not bodies
+    assert ends == [server.conversation.error]
+
+
 @pytest.mark.parametrize("has_memory", [True, False])
 @pytest.mark.parametrize("has_begun", [True, False])
 def test_a_message_beyond_the_most_is_refused_at_once(server: Server, has_memory: bool, has_begun: bool) -> None:

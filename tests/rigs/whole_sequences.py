@@ -158,8 +158,7 @@ async def imported_by(
         assert stored.header.is_sequence
         while stored.header.is_pages:
             sequence.expect(stored.header)
-            received = exchange.received(arriving, stored, owner, is_pinned=False)
-            await sequence.land(received)
+            await sequence.land(exchange.arrived(arriving, stored, owner, is_pinned=False))
             stored, _ = await exchange.read_header(arriving)
         sequence.expect(stored.header)
         async with exchange.received(arriving, stored, owner, is_pinned=False) as header:

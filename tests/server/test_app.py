@@ -266,6 +266,7 @@ async def test_what_is_loaded_is_frozen_before_anyone_is_served(
 ) -> None:
     """The command's: its process is the server's alone."""
     told: list[bool] = []
+    thresholds = gc.get_threshold()
 
     async def wait(server: Server) -> int:
         return 0
@@ -283,6 +284,7 @@ async def test_what_is_loaded_is_frozen_before_anyone_is_served(
         assert await __main__.serve(config) == 0
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), handlers, strict=True):
             signal.signal(number, handler)
     assert told == [True]

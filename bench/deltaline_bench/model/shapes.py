@@ -49,6 +49,14 @@ EXPERTS_35B: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 262_144,
 }
+# Qwen3-Next-80B-A3B, which takes the memory of two GPUs.
+EXPERTS_80B: dict[str, Any] = EXPERTS_35B | {
+    "model_type": "qwen3_next",
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+}
 
 # As their publishers quantise them.
 FP8: dict[str, Any] = {

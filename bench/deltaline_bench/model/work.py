@@ -43,18 +43,19 @@ class Work:
         layers = range(len(self.config.layers))[: self.num_layers]
         return list(layer_kinds(self.config, layers, Scope.BLOCK).values())
 
-    def layers(self) -> Iterator[LayerWork]:
-        """The products of each layer."""
+    def layers(self, world_size: int = 1) -> Iterator[LayerWork]:
+        """The products of each layer, of one of so many ranks."""
         config = self.config
         for kind in self.kinds:
-            sizes: dict[str, list[int]] = {}
+            sizes: dict[str, tuple[int, int]] = {}
             for module in served_modules(config, kind, Scope.BLOCK):
-                rows, columns = sizes.setdefault(module.packed, [0, module.columns])
-                sizes[module.packed] = [rows + module.rows, columns]
-            dense = [(rows, columns) for rows, columns in sizes.values()]
+                rows, columns = module.served_shape(world_size)
+                before, _ = sizes.get(module.packed, (0, columns))
+                sizes[module.packed] = before + rows, columns
+            dense = [*sizes.values()]
             experts = config.experts if kind.mlp is MlpKind.MIXTURE_OF_EXPERTS else None
             if experts is not None:
-                hidden, shared = config.hidden_size, experts.shared_size
+                hidden, shared = config.hidden_size, experts.shared_size // world_size
                 gates = experts.num_experts + experts.has_shared_gate
                 dense += [(gates, hidden), *([(2 * shared, hidden), (hidden, shared)] if shared else [])]
             yield LayerWork(tuple(dense), experts)

@@ -20,7 +20,7 @@ from deltaline_bench.service.raw import Way, besides_compute, decoding, echoing,
 from deltaline_bench.service.raw_link import decoding_by_link
 from deltaline_bench.service.size import Size
 from deltaline_cli.bench.samples import SERVER_STAGES, Sample, Samples, sample
-from deltaline_client import AsyncClient, Row
+from deltaline_client import AsyncClient, Client, Row
 
 PART = "decode"
 # Most that a step by the link may take besides its computation, in bare unary echoes by gRPC.
@@ -57,14 +57,15 @@ async def _measure_copying(host: Host) -> list[Figure]:
 
 
 async def _beside_raw(host: Host) -> list[Samples]:
-    """Samples of raw steps with their outputs, and of the Python client's: as one array, and as rows."""
+    """Samples of raw steps with their outputs, and of the Python clients': for asyncio as one array, and as rows, then
+    for threads as one array."""
     size = host.size
     address = host.link_address or host.address
     steps = decoding_by_link if host.link_address else decoding
     async with steps(address, size.decode_rows) as raw, AsyncClient(address) as client:
-        info = await client.info()
+        blocking, info = Client(address), await client.info()
         hidden = np.zeros((size.decode_rows, *info.input_shape()), info.dtype)
-        sequences = await client.open_many(size.decode_rows)
+        sequences, others = await client.open_many(size.decode_rows), blocking.open_many(size.decode_rows)
 
         async def decode() -> Sample:
             sent_s = time.monotonic()
@@ -77,7 +78,15 @@ async def _beside_raw(host: Host) -> list[Samples]:
             _ = (await client.step(rows)).outputs
             return sample("decode", size.decode_rows, sent_s, time.monotonic())
 
-        samples = await measured(raw.step_with_outputs, decode, step, rounds=size.client_steps)
+        async def decode_in_thread() -> Sample:
+            sent_s = time.monotonic()
+            blocking.decode(others, hidden)  # nothing else runs meanwhile
+            return sample("decode", size.decode_rows, sent_s, time.monotonic())
+
+        sides = raw.step_with_outputs, decode, step, decode_in_thread
+        with blocking:
+            samples = await measured(*sides, rounds=size.client_steps)
+            blocking.close(others)
         await client.close(sequences)
     return samples
 
@@ -175,11 +184,14 @@ def judge_client(samples: Samples) -> list[Figure]:
     ]
 
 
-def judge_beside_raw(size: Size, raw: Samples, decode: Samples, step: Samples) -> list[Figure]:
-    """Make the figures of what the Python client adds to raw steps, in turns with them on one kind of stream."""
-    raw_us, decode_us, step_us = (percentile_us(one.stages_s("decode")["total"], 50) for one in (raw, decode, step))
+def judge_beside_raw(size: Size, raw: Samples, decode: Samples, step: Samples, blocking: Samples) -> list[Figure]:
+    """Make the figures of what the Python clients add to raw steps, in turns with them on one kind of stream."""
+    raw_us, decode_us, step_us, blocking_us = (
+        percentile_us(one.stages_s("decode")["total"], 50) for one in (raw, decode, step, blocking)
+    )
     note = f"to a raw step's {raw_us:,.0f} us, its outputs taken"
     return [
         Figure(PART, "added by the Python client, p50", decode_us - raw_us, "us", "client", size.bar(150.0), note),
         Figure(PART, "the same, rows made one by one, p50", step_us - raw_us, "us", "client"),
+        Figure(PART, "the same, the client for threads, p50", blocking_us - raw_us, "us", "client", size.bar(150.0)),
     ]

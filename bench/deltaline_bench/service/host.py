@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deltaline_bench.service.size import Size
@@ -155,10 +157,14 @@ async def running(
 
 
 @contextmanager
-def process_of(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python module as a process of its own, ended after the block."""
+def process_of(
+    command: Sequence[str], log: Path, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python module as a process of its own, ended after the block. variables: beside those of this process."""
     with log.open("w") as output:
-        process = subprocess.Popen([sys.executable, "-m", *command], stdout=output, stderr=output)
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=output, stderr=output, env=os.environ | variables
+        )
     try:
         yield process
     finally:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -21,6 +22,7 @@ from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Disco
 from deltaline_client._transport.caller import Caller
 from deltaline_client._transport.channels.async_stream import AsyncStepStream, Mailbox
 from deltaline_client._transport.channels.channel import error_of
+from deltaline_client._transport.channels.spread import Spread, check_channels
 from deltaline_client._transport.channels.ways import Used, Ways
 from deltaline_client._transport.flow import Answer, Call, Found, MayGo, Reroute, Server, TakeMemory
 from deltaline_client._transport.link.asynchronous import AsyncLink
@@ -30,6 +32,7 @@ from deltaline_client._transport.process import forked
 _log = logging.getLogger(__name__)
 
 AioWays: TypeAlias = Ways[AsyncStepStream]
+AioSpread: TypeAlias = Spread[AsyncStepStream]
 
 
 class AsyncSession(Protocol):
@@ -57,6 +60,9 @@ class AsyncSession(Protocol):
     def may_go(self, command: MayGo) -> bool:
         """Whether calls may go to a server that another has named."""
 
+    def close(self) -> None:
+        """The flow is over."""
+
 
 class AsyncTransport:
     """Opens sessions. It belongs to the event loop in which it is first used."""
@@ -67,17 +73,20 @@ class AsyncTransport:
         tls: Tls | None = None,
         caller: Caller | None = None,
         servers: Iterable[str] | None = None,
+        channels: int = 1,
         *,
         on_leave: Callable[[], object] = lambda: None,
     ) -> None:
-        """address: of gRPC or of a link. servers: see Ways. on_leave: called when calls no longer go by a link that was
-        found. Raises ValueError."""
+        """address: of gRPC or of a link. servers: see Ways. channels: of gRPC, to each server. on_leave: called when
+        calls no longer go by a link that was found. Raises ValueError."""
+        check_channels(channels)
         path, self._on_leave = link_path(address), on_leave
         self._caller = caller = caller or Caller()
         self._may_find = caller.token is None and (tls is None or tls.cert is None)
         self._pid = os.getpid()
         self._where = None if path is None else Where(path)
-        self._ways = None if path is not None else AioWays(grpc.aio, AsyncStepStream, address, tls, servers, caller)
+        make = partial(AioWays, grpc.aio, AsyncStepStream, address, tls, servers, caller)
+        self._spread = None if path is not None else AioSpread(make, channels)
         self._link: AsyncLink | None = None
         self._connecting = asyncio.Lock()
         self.is_closed = False
@@ -88,24 +97,27 @@ class AsyncTransport:
             raise forked()
         if self.is_closed:
             return _NoSession(Disconnected())
-        if self._link is not None and self._link.lacks_memory and self._ways is not None:
+        if self._link is not None and self._link.lacks_memory and self._spread is not None:
             self._link = None
             self._give_up("the server gives it no memory")
         if self._where is not None:
             try:
-                return _LinkSession(await self._connected(self._where), self, self._ways)
+                ways = None if self._spread is None else self._spread.first
+                return _LinkSession(await self._connected(self._where), self, ways)
             except DeltalineError as error:
-                if self._ways is None:
+                if self._spread is None:
                     return _NoSession(error)
                 self._give_up(error)
-        if self._ways is None:
+        if self._spread is None:
             return _NoSession(Disconnected())
-        return _GrpcSession(self, self._ways)
+        if self._spread.is_one:
+            return _GrpcSession(self, self._spread.first)
+        return _GrpcSession(self, self._spread.take(), spread=self._spread)
 
     async def find(self, found: Found) -> bool:
         """Go by a link from now on, if it can be had; return whether."""
         where = Where(found.path, found.uid, found.server_epoch)
-        if self._ways is None or where == self._where or not self._may_find:
+        if self._spread is None or where == self._where or not self._may_find:
             return self._where is not None
         try:
             await self._connected(where)
@@ -118,7 +130,7 @@ class AsyncTransport:
 
     async def close(self) -> None:
         """Close everything: calls under way and later ones end with Disconnected."""
-        streams, channels = ([], []) if self._ways is None else self._ways.end()
+        streams, channels = ([], []) if self._spread is None else self._spread.end()
         for stream in streams:
             await stream.close()
         self.is_closed = True
@@ -191,6 +203,9 @@ class _LinkSession:
     def may_go(self, command: MayGo) -> bool:
         return command.server.epoch == self._here or (self._ways is not None and self._ways.may_go(command.server.name))
 
+    def close(self) -> None:
+        pass
+
     def _others(self, ways: AioWays) -> _GrpcSession:
         if self._beside is None:
             self._beside = _GrpcSession(self._transport, ways, self._mailbox)
@@ -198,12 +213,15 @@ class _LinkSession:
 
 
 class _GrpcSession:
-    """The channels and streams, which all flows share."""
+    """Channels and streams, which flows share."""
 
     is_over = False
 
-    def __init__(self, transport: AsyncTransport, ways: AioWays, mailbox: Mailbox | None = None) -> None:
-        self._transport, self._ways = transport, ways
+    def __init__(
+        self, transport: AsyncTransport, ways: AioWays, mailbox: Mailbox | None = None, spread: AioSpread | None = None
+    ) -> None:
+        """spread: where the ways go back to, None for those that were not taken."""
+        self._transport, self._ways, self._spread = transport, ways, spread
         self._mailbox = mailbox or Mailbox()
         self._used: dict[str, Used[AsyncStepStream]] = {}
 
@@ -243,6 +261,10 @@ class _GrpcSession:
 
     def may_go(self, command: MayGo) -> bool:
         return self._ways.may_go(command.server.name)
+
+    def close(self) -> None:
+        if self._spread is not None:
+            self._spread.give_back(self._ways)
 
     async def _answer(self, command: Call, method: Any) -> Any:
         """Make one attempt at a method. Raises grpc.RpcError; TransportError for a stream of requests that broke."""
@@ -307,6 +329,9 @@ class _NoSession:
 
     def may_go(self, command: MayGo) -> bool:
         return False
+
+    def close(self) -> None:
+        pass
 
 
 def _is_cancelled() -> bool:

@@ -22,6 +22,7 @@ from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeltalineError, Disconnected
 from deltaline_client._transport.caller import Caller
 from deltaline_client._transport.channels.channel import error_of
+from deltaline_client._transport.channels.spread import Spread, check_channels
 from deltaline_client._transport.channels.stream import Mailbox, StepStream
 from deltaline_client._transport.channels.ways import Used, Ways
 from deltaline_client._transport.flow import Answer, Call, Found, MayGo, Reroute, Server, TakeMemory
@@ -32,6 +33,7 @@ from deltaline_client._transport.process import forked
 _log = logging.getLogger(__name__)
 
 GrpcWays: TypeAlias = Ways[StepStream]
+GrpcSpread: TypeAlias = Spread[StepStream]
 
 
 class Session(Protocol):
@@ -72,17 +74,20 @@ class Transport:
         tls: Tls | None = None,
         caller: Caller | None = None,
         servers: Iterable[str] | None = None,
+        channels: int = 1,
         *,
         on_leave: Callable[[], object] = lambda: None,
     ) -> None:
-        """address: of gRPC or of a link. servers: see Ways. on_leave: called when calls no longer go by a link that was
-        found. Raises ValueError."""
+        """address: of gRPC or of a link. servers: see Ways. channels: of gRPC, to each server. on_leave: called when
+        calls no longer go by a link that was found. Raises ValueError."""
+        check_channels(channels)
         path, self._on_leave = link_path(address), on_leave
         self._caller = caller = caller or Caller()
         self._may_find = caller.token is None and (tls is None or tls.cert is None)
         self._pid = os.getpid()
         self._where = None if path is None else Where(path)
-        self._ways = None if path is not None else GrpcWays(grpc, StepStream, address, tls, servers, caller)
+        make = partial(GrpcWays, grpc, StepStream, address, tls, servers, caller)
+        self._spread = None if path is not None else GrpcSpread(make, channels)
         self._lock = threading.Lock()
         # Connections that no flow has, and all.
         self._free: list[BlockingLink] = []
@@ -96,19 +101,22 @@ class Transport:
         where = self._where
         if where is not None and not self._is_closed:
             try:
-                return _LinkSession(self, self._take(where), self._ways)
+                ways = None if self._spread is None else self._spread.first
+                return _LinkSession(self, self._take(where), ways)
             except DeltalineError as error:
-                if self._ways is None:
+                if self._spread is None:
                     return _NoSession(error)
                 self._give_up(error)
-        if self._ways is None:
+        if self._spread is None:
             return _NoSession(Disconnected())
-        return _GrpcSession(self._ways)
+        if self._spread.is_one:
+            return _GrpcSession(self._spread.first)
+        return _GrpcSession(self._spread.take(), self._spread)
 
     def find(self, found: Found) -> bool:
         """Go by a link from now on, if it can be had; return whether."""
         where = Where(found.path, found.uid, found.server_epoch)
-        if self._ways is None or where == self._where or not self._may_find:
+        if self._spread is None or where == self._where or not self._may_find:
             return self._where is not None
         try:
             connection = self._take(where)
@@ -130,14 +138,14 @@ class Transport:
             connection.end(Disconnected())
         for connection in free:
             connection.close()
-        if self._ways is not None:
-            streams, channels = self._ways.end()
+        if self._spread is not None:
+            streams, channels = self._spread.end()
             for one in (*streams, *channels):
                 one.close()
 
     def give_back(self, connection: BlockingLink) -> None:
         """A flow no longer needs a connection."""
-        if connection.lacks_memory and self._ways is not None:
+        if connection.lacks_memory and self._spread is not None:
             self._give_up("the server gives it no memory")
         with self._lock:
             if not connection.is_over and not self._is_closed:
@@ -228,12 +236,13 @@ class _LinkSession:
 
 
 class _GrpcSession:
-    """The channels and streams, which all flows share."""
+    """Channels and streams, which flows share."""
 
     is_over = False
 
-    def __init__(self, ways: GrpcWays) -> None:
-        self._ways = ways
+    def __init__(self, ways: GrpcWays, spread: GrpcSpread | None = None) -> None:
+        """spread: where the ways go back to, None for those that were not taken."""
+        self._ways, self._spread = ways, spread
         self._mailbox: Mailbox = queue.SimpleQueue()
         self._used: dict[str, Used[StepStream]] = {}
 
@@ -280,7 +289,8 @@ class _GrpcSession:
         return self._ways.may_go(command.server.name)
 
     def close(self) -> None:
-        pass
+        if self._spread is not None:
+            self._spread.give_back(self._ways)
 
 
 def _take_all(responses: Any, take: Callable[[Any], object]) -> None:

@@ -11,7 +11,7 @@ hands, of tokens of 16 bits, and `_order_pairs` of fp32.
 import triton
 import triton.language as tl
 
-from deltaline_kernels.device.state_tile import load_values
+from deltaline_kernels.device.state_tile import add_outer, load_values, scale
 
 # Tokens of the longest row; keys and queries together are as many as a matrix instruction has at least.
 TOKENS = tl.constexpr(8)
@@ -65,33 +65,29 @@ def remain(g):
 
 
 @triton.jit
-def add_between(g):
-    """Return the sums of g_{j+1}..g_t of log decays `[TOKENS]`, as row t and column j of `[TOKENS, TOKENS]`.
+def decay_between(g):
+    """Return what TOKENS tokens, of log decays g, leave of the state before them, and of each other.
 
-    Added up gate by gate: a difference of prefix sums would cancel behind a strong gate. Not a scan: where threads hold
-    the same column twice, as a warp's do of so few, Triton 3.6 and 3.7 take what is carried from the wrong one.
+    The first t tokens leave `[t]` of the state; those from j + 1 to t leave `[t, j]` of token j, which is 1 from j = t
+    on. Products over 1, 2, 4 and 8 rows: a difference of prefix sums would cancel behind a strong gate. Not a scan of
+    columns: where threads hold the same one twice, as a warp's do of so few, Triton 3.6 and 3.7 take what is carried
+    from the wrong one.
     """
     o_t = tl.arange(0, TOKENS)
-    added, row, column = o_t[:, None, None], o_t[None, :, None], o_t[None, None, :]
-    return tl.sum(tl.where((added > column) & (added <= row), g[:, None, None], 0.0), axis=0)
+    o_row = tl.broadcast_to(o_t[:, None], (TOKENS, TOKENS))
+    decay = tl.exp(g)
+    between = tl.where(o_row > o_t[None, :], decay[:, None], 1.0)
+    for level in tl.static_range(3):
+        earlier = tl.gather(between, tl.maximum(o_row - (1 << level), 0), 0)
+        between *= tl.where(o_row >= 1 << level, earlier, 1.0)
+    return tl.cumprod(decay, axis=0), between
 
 
 @triton.jit
-def fold_at_once(
-    tile, left, first, count, updates, keys, PARTS: tl.constexpr, BLOCKS: tl.constexpr, AT_ONCE: tl.constexpr
-):
-    """Return the tile after tokens first..first+AT_ONCE of `count`, of which `left` is left."""
-    for j in tl.static_range(AT_ONCE):
-        if first + j < count:
-            factor = tl.sum(tl.where(tl.arange(0, TOKENS) == first + j, left, 0.0))
-            folded = ()
-            for r in tl.static_range(PARTS):
-                update = updates[j][r] * factor
-                for i in tl.static_range(BLOCKS):
-                    u, k = tl.broadcast(update, keys[j][i])
-                    folded = folded + (tl.fma(u, k, tile[r * BLOCKS + i]),)
-            tile = folded
-    return tile
+def fold_token(tile, left, t, updates, key, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the tile plus u k^T of token t, as far as it is left, with the u of every part in `updates`."""
+    factor = tl.sum(tl.where(tl.arange(0, TOKENS) == t, left, 0.0))
+    return add_outer(tile, scale(updates, factor, PARTS), key, PARTS, BLOCKS)
 
 
 @triton.jit
@@ -117,16 +113,17 @@ def load_records(
     V: tl.constexpr,
     PARTS: tl.constexpr,
     SUB: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     NUM: tl.constexpr,
 ):
-    """Return the updates and the keys of NUM records of one head from `first` on; anything if `count` is 0."""
+    """Return the updates and the keys `[K]` of NUM records of one head from `first` on; anything from `count` on.
+
+    A thread has a few channels of a key, which takes few registers while it waits: `hand_out` gives rows theirs.
+    """
     updates, keys = (), ()
     for j in tl.static_range(NUM):
-        # The last one comes again.
-        p_record = pointer + tl.minimum(first + j, count - 1) * (H * K + HV * V + HV)
-        updates = updates + (load_values(p_record + H * K + i_hv * V, count > 0, o_v, V, PARTS, SUB),)
-        keys = keys + (load_keys(p_record + i_h * K, count > 0, K, BLOCK_K),)
+        p_record = pointer + (first + j) * (H * K + HV * V + HV)
+        updates = updates + (load_values(p_record + H * K + i_hv * V, first + j < count, o_v, V, PARTS, SUB),)
+        keys = keys + (tl.load(p_record + i_h * K + tl.arange(0, K), mask=first + j < count),)
     return updates, keys
 
 

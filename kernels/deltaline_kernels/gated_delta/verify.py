@@ -19,13 +19,13 @@ from deltaline_kernels.device.delta_rule.gates import read_gates
 from deltaline_kernels.device.delta_rule.inputs import MANY_HEADS, DeltaInputs
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.row import load_row
-from deltaline_kernels.device.state_tile import below, load_tile, scale, store_tile, to_fp32
+from deltaline_kernels.device.state_tile import below, hand_out, load_tile, scale, store_tile, to_fp32
 from deltaline_kernels.device.token_tile import (
     TOKENS,
-    add_between,
     add_tokens,
     compare,
-    fold_at_once,
+    decay_between,
+    fold_token,
     load_keys,
     load_records,
     load_tokens,
@@ -39,9 +39,9 @@ from deltaline_kernels.rows import Rows, StateLines
 ROW_THREADS, LOAD_BYTES = 4, 16
 # Rows of a part of the state.
 SUB = 16
-# Parts of the state per program, registers, and records that are loaded at once, for few and for many programs. Each is
-# one warp: several would exchange operands. Measurements: docs/log.md.
-FEW, MANY = (1, 168, 2), (2, 255, 2)
+# Parts of the state per program, registers, and records that are asked for before the state has come, for few and for
+# many programs. Each is one warp: several would exchange operands. Measurements: docs/log.md.
+FEW, MANY = (1, 168, 2), (2, 255, 4)
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -75,6 +75,7 @@ def _verify(
     SUB: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = K // BLOCK_K
     BLOCK_V: tl.constexpr = PARTS * SUB
@@ -96,7 +97,6 @@ def _verify(
     o_v = i_v * BLOCK_V + tl.arange(0, SUB)
     p_q = q + begin * q_stride + i_h * K
     p_k = k + begin * k_stride + i_h * K
-    keys = load_tokens(p_k, p_q, n, k_stride, q_stride, K, BLOCK_K)
     o_t = tl.arange(0, TOKENS)
     o_row = o_t[:, None]
     o_column = o_t[None, :]
@@ -105,22 +105,28 @@ def _verify(
         o_r = (o_v + r * SUB)[None, :]
         inside = (o_row < n) & below(o_r, V, BLOCK_V)
         values = values + (tl.load(v + (begin + o_row) * v_stride + i_hv * V + o_r, mask=inside, other=0.0),)
-    b_a = tl.load(a + (begin + o_t) * a_stride + i_hv, mask=o_t < n, other=0.0)
-    b_b = tl.load(b + (begin + o_t) * b_stride + i_hv, mask=o_t < n, other=0.0)
-    b_rate, b_bias = 0.0, 0.0
-    if not RAW:
-        b_rate = tl.load(A_log + i_hv).to(tl.float32)
-        b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
-
     p_state = find_state(lines, read - LINE_SHIFT, i_hv, V * K)
     raw = load_tile(p_state, read > 0, o_v[:, None], V, K, PARTS, SUB, BLOCK_K)
     p_old = find_drafts(lines, read - LINE_SHIFT, half)
-    # A branch, so that all of that is on its way: the assembler would begin to load the state once tokens have come.
+    drafted, held = load_records(p_old, 0, replayed, i_h, i_hv, o_v[:, None], H, HV, K, V, PARTS, SUB, AT_ONCE)
+    kept = 1.0
+    left = tl.zeros((TOKENS,), tl.float32)
     g = tl.zeros((TOKENS,), tl.float32)
     beta, factor_k, total_k, total_q = g, g, g, g
     to_updates = tl.zeros((TOKENS, TOKENS), tl.float32)
     to_outputs = to_updates
-    if n > 0:
+    if n + replayed > 0:
+        # A branch, and what it needs is loaded in it: loads that are on their way across a branch share one counter, so
+        # that who waits for a token would wait for the state.
+        keys = load_tokens(p_k, p_q, n, k_stride, q_stride, K, BLOCK_K)
+        b_a = tl.load(a + (begin + o_t) * a_stride + i_hv, mask=o_t < n, other=0.0)
+        b_b = tl.load(b + (begin + o_t) * b_stride + i_hv, mask=o_t < n, other=0.0)
+        b_rate, b_bias = 0.0, 0.0
+        if not RAW:
+            b_rate = tl.load(A_log + i_hv).to(tl.float32)
+            b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
+        old = tl.load(p_old + o_t * RECORD + GATES + i_hv, mask=o_t < replayed, other=0.0)
+        kept, left = remain(old)
         # What the row's tokens are to each other: rows are later tokens, columns earlier ones.
         kk, qk, qq = compare(keys, BLOCK_K, BLOCKS)
         g, beta = read_gates(b_a, b_b, b_rate, b_bias, RAW)
@@ -132,30 +138,29 @@ def _verify(
             factor_k = tl.rsqrt(tl.sum(tl.where(same, kk, 0.0), axis=1) + eps)
             factor_q = query_scale * tl.rsqrt(tl.sum(tl.where(same, qq, 0.0), axis=1) + eps)
         later = o_row > o_column
-        decay = tl.exp(add_between(g)) * factor_k[None, :]
+        total, decay = decay_between(g)
+        decay *= factor_k[None, :]
         to_updates = tl.where(later, kk * decay * (-beta * factor_k)[:, None], 0.0)
         to_outputs = tl.where(o_row >= o_column, qk * decay * factor_q[:, None], 0.0)
-        total = tl.exp(tl.cumsum(g, axis=0))
         total_k, total_q = total * factor_k, total * factor_q
 
+    # Once more: what a branch leaves, Triton lays out anew. Asked for here, they come while the state does.
+    keys = load_tokens(p_k, p_q, n, k_stride, q_stride, K, BLOCK_K)
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
-        # Asked for before the state is waited for.
-        more = load_records(p_old, 0, replayed, i_h, i_hv, o_v[:, None], H, HV, K, V, PARTS, SUB, BLOCK_K, AT_ONCE)
-        kept, left = remain(tl.load(p_old + o_t * RECORD + GATES + i_hv, mask=o_t < replayed, other=0.0))
         tile = scale(tile, kept, PARTS * BLOCKS)
-        for first in range(0, replayed, AT_ONCE):
-            if first > 0:
-                more = load_records(
-                    p_old, first, replayed, i_h, i_hv, o_v[:, None], H, HV, K, V, PARTS, SUB, BLOCK_K, AT_ONCE
-                )
-            tile = fold_at_once(tile, left, first, replayed, more[0], more[1], PARTS, BLOCKS, AT_ONCE)
+        for j in tl.static_range(AT_ONCE):
+            if j < replayed:
+                key = hand_out(held[j], 1, BLOCK_K, BLOCKS, LEVELS)
+                tile = fold_token(tile, left, j, drafted[j], key, PARTS, BLOCKS)
+        for i in range(AT_ONCE, replayed):
+            more = load_records(p_old, i, replayed, i_h, i_hv, o_v[:, None], H, HV, K, V, PARTS, SUB, 1)
+            key = hand_out(more[1][0], 1, BLOCK_K, BLOCKS, LEVELS)
+            tile = fold_token(tile, left, i, more[0][0], key, PARTS, BLOCKS)
     p_new = find_written(lines, write - LINE_SHIFT, i_hv, V * K, APART)
     if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
         store_tile(p_new, tile, o_v[:, None], V, K, PARTS, SUB, BLOCK_K)
 
-    # Once more: to keep them takes registers that the state needs.
-    keys = load_tokens(p_k, p_q, n, k_stride, q_stride, K, BLOCK_K)
     pairs = order_tokens(keys, BLOCK_K, BLOCKS)
     seen_k, seen_q = multiply_pairs(tile, pairs, PARTS, SUB, BLOCK_K, BLOCKS, EXACT=True)
     # Row t is u_t as soon as what the tokens before it add is in it.
@@ -194,7 +199,7 @@ def _verify(
                 columns = columns + (tl.sum(tl.where(o_row == t, updates[r], 0.0), axis=0)[:, None],)
             factor = tl.sum(tl.where(o_t == t, factor_k, 0.0))
             key = to_fp32(load_keys(p_k + t * k_stride, True, K, BLOCK_K), BLOCKS)
-            tile = fold_at_once(tile, left, t, n, (columns,), (scale(key, factor, BLOCKS),), PARTS, BLOCKS, 1)
+            tile = fold_token(tile, left, t, columns, scale(key, factor, BLOCKS), PARTS, BLOCKS)
         store_tile(p_new, tile, o_v[:, None], V, K, PARTS, SUB, BLOCK_K)
 
 
@@ -225,6 +230,7 @@ def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor)
         SUB=SUB,
         BLOCK_K=ROW_THREADS * vector,
         AT_ONCE=at_once,
+        LEVELS=(heads.key_dim // (ROW_THREADS * vector)).bit_length() - 1,
         num_warps=1,
         num_stages=1,
         maxnreg=max_registers,

@@ -33,10 +33,11 @@ MANY: dict[int, tuple[int, int, int | None]] = {4: (1, 2, 128), 2: (1, 8, 255)}
 MANY_TOKENS: tuple[int, int, int | None] = (1, 8, 255)
 
 # Short rows as a chunk each: threads that share a row of the state, and bytes that each loads at once; rows of a part,
-# those of two matrix instructions; parts, registers and records at once of the one warp of a program, for few and many.
+# those of two matrix instructions; parts, registers, and records that are asked for before the state has come, of a
+# program's one warp, for few and many.
 ROW_THREADS, LOAD_BYTES = 4, 16
 SHORT_ROWS = 16
-FEW_SHORT, MANY_SHORT = (1, 168, 2), (2, 255, 2)
+FEW_SHORT, MANY_SHORT = (1, 168, 2), (2, 255, 4)
 
 # Long rows of 16-bit values, in chunks. Microseconds on an H200, heads of 64, state 128, whole, and in so many parts:
 #

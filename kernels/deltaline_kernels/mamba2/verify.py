@@ -19,12 +19,12 @@ from torch import Tensor
 
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.row import load_row
-from deltaline_kernels.device.state_tile import below, load_tile, scale, store_tile, to_fp32
+from deltaline_kernels.device.state_tile import below, hand_out, load_tile, scale, store_tile, to_fp32
 from deltaline_kernels.device.token_tile import (
     TOKENS,
-    add_between,
     compare_queries,
-    fold_at_once,
+    decay_between,
+    fold_token,
     load_keys,
     load_records,
     load_rows,
@@ -73,6 +73,7 @@ def _verify(
     SUB: tl.constexpr,
     BLOCK_S: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = S // BLOCK_S
     BLOCK_P: tl.constexpr = PARTS * SUB
@@ -93,7 +94,6 @@ def _verify(
     p_token = xBC + begin * token_stride
     p_b = p_token + H * P + i_group * S
     p_c = p_b + G * S
-    c, b = load_rows(p_c, n, token_stride, 2 * TOKENS, S, BLOCK_S), load_rows(p_b, n, token_stride, TOKENS, S, BLOCK_S)
     o_t = tl.arange(0, TOKENS)
     o_row = o_t[:, None]
     o_column = o_t[None, :]
@@ -102,48 +102,55 @@ def _verify(
         o_r = (o_p + r * SUB)[None, :]
         inside = (o_row < n) & below(o_r, P, BLOCK_P)
         values = values + (tl.load(p_token + i_head * P + o_row * token_stride + o_r, mask=inside, other=0.0),)
-    b_dt = tl.load(dt + (begin + o_t) * dt_stride + i_head, mask=o_t < n, other=0.0)
-    b_rate = read_rate(tl.load(rate + i_head), LOG_RATE)
-    b_bias, b_skip = 0.0, 0.0
-    if HAS_BIAS:
-        b_bias = tl.load(dt_bias + i_head).to(tl.float32)
+    b_skip = 0.0
     if HAS_D:
         b_skip = tl.load(D + i_head).to(tl.float32)
 
     p_state = find_state(lines, read - LINE_SHIFT, i_head, P * S)
     raw = load_tile(p_state, read > 0, o_p[:, None], P, S, PARTS, SUB, BLOCK_S)
     p_old = find_drafts(lines, read - LINE_SHIFT, half)
-    # A branch, so that all of that is on its way: the assembler would begin to load the state once tokens have come.
+    drafted, held = load_records(p_old, 0, replayed, i_group, i_head, o_p[:, None], G, H, S, P, PARTS, SUB, AT_ONCE)
+    kept = 1.0
+    left = tl.zeros((TOKENS,), tl.float32)
     g = tl.zeros((TOKENS,), tl.float32)
     step, total = g, g
     to_outputs = tl.zeros((TOKENS, TOKENS), tl.float32)
-    if n > 0:
+    if n + replayed > 0:
+        # A branch, and what it needs is loaded in it: loads that are on their way across a branch share one counter, so
+        # that who waits for a token would wait for the state.
+        c = load_rows(p_c, n, token_stride, 2 * TOKENS, S, BLOCK_S)
+        b = load_rows(p_b, n, token_stride, TOKENS, S, BLOCK_S)
+        b_dt = tl.load(dt + (begin + o_t) * dt_stride + i_head, mask=o_t < n, other=0.0)
+        b_rate = read_rate(tl.load(rate + i_head), LOG_RATE)
+        b_bias = 0.0
+        if HAS_BIAS:
+            b_bias = tl.load(dt_bias + i_head).to(tl.float32)
+        old = tl.load(p_old + o_t * RECORD + GATES + i_head, mask=o_t < replayed, other=0.0)
+        kept, left = remain(old)
         # What the row's tokens are to each other: rows are later tokens, columns earlier ones.
         scores = compare_queries(c, b, BLOCK_S, BLOCKS)
         step = tl.where(o_t < n, time_step(b_dt, b_bias, dt_least, dt_greatest, SOFTPLUS), 0.0)
         g = step * b_rate
-        decay = tl.exp(add_between(g))
+        total, decay = decay_between(g)
         to_outputs = tl.where(o_row >= o_column, scores * decay, 0.0)
-        total = tl.exp(tl.cumsum(g, axis=0))
 
+    # Once more: what a branch leaves, Triton lays out anew. Asked for here, they come while the state does.
+    c = load_rows(p_c, n, token_stride, 2 * TOKENS, S, BLOCK_S)
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
-        # Asked for before the state is waited for.
-        more = load_records(p_old, 0, replayed, i_group, i_head, o_p[:, None], G, H, S, P, PARTS, SUB, BLOCK_S, AT_ONCE)
-        kept, left = remain(tl.load(p_old + o_t * RECORD + GATES + i_head, mask=o_t < replayed, other=0.0))
         tile = scale(tile, kept, PARTS * BLOCKS)
-        for first in range(0, replayed, AT_ONCE):
-            if first > 0:
-                more = load_records(
-                    p_old, first, replayed, i_group, i_head, o_p[:, None], G, H, S, P, PARTS, SUB, BLOCK_S, AT_ONCE
-                )
-            tile = fold_at_once(tile, left, first, replayed, more[0], more[1], PARTS, BLOCKS, AT_ONCE)
+        for j in tl.static_range(AT_ONCE):
+            if j < replayed:
+                key = hand_out(held[j], 1, BLOCK_S, BLOCKS, LEVELS)
+                tile = fold_token(tile, left, j, drafted[j], key, PARTS, BLOCKS)
+        for i in range(AT_ONCE, replayed):
+            more = load_records(p_old, i, replayed, i_group, i_head, o_p[:, None], G, H, S, P, PARTS, SUB, 1)
+            key = hand_out(more[1][0], 1, BLOCK_S, BLOCKS, LEVELS)
+            tile = fold_token(tile, left, i, more[0][0], key, PARTS, BLOCKS)
     p_new = find_written(lines, write - LINE_SHIFT, i_head, P * S, APART)
     if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
         store_tile(p_new, tile, o_p[:, None], P, S, PARTS, SUB, BLOCK_S)
 
-    # Once more: to keep them takes registers that the state needs.
-    c = load_rows(p_c, n, token_stride, 2 * TOKENS, S, BLOCK_S)
     seen, _ = multiply_pairs(tile, order_tokens(c, BLOCK_S, BLOCKS), PARTS, SUB, BLOCK_S, BLOCKS, EXACT=True)
     updates, outputs = (), ()
     for r in tl.static_range(PARTS):
@@ -185,7 +192,7 @@ def _verify(
             for r in tl.static_range(PARTS):
                 columns = columns + (tl.sum(tl.where(o_row == t, updates[r], 0.0), axis=0)[:, None],)
             key = to_fp32(load_keys(p_b + t * token_stride, True, S, BLOCK_S), BLOCKS)
-            tile = fold_at_once(tile, left, t, n, (columns,), (key,), PARTS, BLOCKS, 1)
+            tile = fold_token(tile, left, t, columns, key, PARTS, BLOCKS)
         store_tile(p_new, tile, o_p[:, None], P, S, PARTS, SUB, BLOCK_S)
 
 
@@ -222,6 +229,7 @@ def launch_verify(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor)
         SUB=SHORT_ROWS,
         BLOCK_S=tile.block_s,
         AT_ONCE=tile.records,
+        LEVELS=(heads.state_dim // tile.block_s).bit_length() - 1,
         num_warps=tile.num_warps,
         num_stages=1,
         maxnreg=tile.max_registers,

@@ -1,9 +1,11 @@
 """The end of a residual branch that GPUs share, and the norm behind it: sum, residual and norm in one launch.
 
-Each program has some rows: it puts this GPU's summands where the others read them, says so, waits until all have, and
-adds in fp32 in the order of ranks. Two halves of the memory take turns. A GPU writes a half again when in the call
-between it has heard of all others, which began that call behind their reading of the half: so one wait is enough.
-Counts wrap, and are compared by their difference. Knows no process group: who shares the memory hands it in.
+Each program has some rows: it writes this GPU's summands into the memory of the others, takes theirs out of its own as
+they come, and adds in fp32 in the order of ranks. Nothing is said or waited for beside the values: memory that nobody
+has written to holds a NaN that no summand is, every bit of it 1. Three parts of the memory take turns. In each call a
+GPU puts that NaN back where it has read in the one before; the others write there again in the call after the next,
+which they begin behind a summand that this GPU sends in the next one. Knows no process group: who shares the memory
+hands it in.
 """
 
 from dataclasses import dataclass
@@ -13,9 +15,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deltaline_kernels.device.overlap import can_overlap, launch_options
 
 PROGRAMS = 64
-"""Of every launch, so that their counts are alike."""
+"""Of every launch, so that their turns are alike."""
+PARTS = 3
+"""Of the memory."""
+UNWRITTEN = 0xFF
+"""Every byte of memory that nobody has written to."""
+AHEAD_BYTES = 16 << 20
+"""Of the weight behind, that are asked for: what the memory gives in the time of a launch."""
+ASKED = 512
+"""Pieces that a program asks for at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,24 +36,41 @@ class PeerSums:
     """Memory through which the GPUs of a group sum, as one of them sees it; all launch the same calls in one order.
 
     Args:
-        memories: int64 `[world]` on the device, the address of each rank's memory, at which this GPU reaches it: two
-            halves of `half_bytes` each.
-        flags: int64 `[world]`, likewise of int32 `[PROGRAMS, world]`, 0 on all ranks before the first call.
-        counts: int32 `[PROGRAMS]`, this GPU's own, 0 before the first call.
-        half_bytes: most bytes of a summand, a multiple of 16.
+        memories: int64 `[world]` on the device, the address of each rank's memory, at which this GPU reaches it:
+            `[PARTS, world, slot_bytes]`, a slot for what each rank sends, UNWRITTEN on all ranks before the first call.
+        turns: int32 `[PROGRAMS, 2]`, this GPU's own, 0 before the first call: the part whose turn it is, and values of
+            a summand of the call before.
+        slot_bytes: most bytes of a summand, a multiple of 16.
         rank, world: this GPU's place, and how many there are.
     """
 
     memories: Tensor
-    flags: Tensor
-    counts: Tensor
-    half_bytes: int
+    turns: Tensor
+    slot_bytes: int
     rank: int
     world: int
 
 
-# One compiled variant whatever tokens a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def _ask_ahead(address, num_bytes):
+    """Let so many bytes, a multiple of 16, 0 for none, at each address come to the L2, for whoever reads them next."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred has_bytes;
+        setp.ne.u32 has_bytes, $2, 0;
+        @has_bytes cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [address, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+# One compiled variant whatever tokens a batch has and whatever is asked ahead: nothing is compiled while serving.
+@triton.jit(do_not_specialize=["num_rows", "num_pieces", "piece_stride", "piece_bytes"])
 def _summed_rms_norm(
     summand,
     residual,
@@ -48,77 +78,108 @@ def _summed_rms_norm(
     summed,
     normed,
     memories,
-    flags,
-    counts,
+    turns,
+    ahead,
     num_rows,
-    half,
+    slot,
     scale,
     eps,
+    num_pieces,
+    piece_stride,
+    piece_bytes,
     D: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    ASKED: tl.constexpr,
 ):
     kind: tl.constexpr = summand.dtype.element_ty
+    bits: tl.constexpr = tl.int16 if kind.primitive_bitwidth == 16 else tl.int32
+    nan: tl.constexpr = 0x7FFF if kind.primitive_bitwidth == 16 else 0x7FFFFFFF
     pid = tl.program_id(0)
     o_d = tl.arange(0, BLOCK)
     in_row = o_d < D
-    count = tl.load(counts + pid) + 1
-    begin = (count & 1) * half
-    own = tl.multiple_of(tl.load(memories + RANK).to(tl.pointer_type(kind)), 16) + begin
-    for row in range(pid, num_rows, tl.num_programs(0)):
-        b_x = tl.load(summand + row * D + o_d, mask=in_row)
-        tl.store(own + row * D + o_d, b_x, mask=in_row)
-    tl.debug_barrier()  # all of the program's stores are before what one of its threads says
-    for other in tl.static_range(WORLD):
-        if other != RANK:
-            theirs = tl.load(flags + other).to(tl.pointer_type(tl.int32)) + pid * WORLD + RANK
-            tl.atomic_xchg(theirs, count, sem="release", scope="sys")
-    for other in tl.static_range(WORLD):
-        if other != RANK:
-            mine = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + pid * WORLD + other
-            said = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
-            while said - count < 0:
-                said = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()
+    if OVERLAP:
+        gdc_launch_dependents()
+        for begin in range(pid, num_pieces, tl.num_programs(0) * ASKED):
+            o_piece = begin + tl.num_programs(0) * tl.arange(0, ASKED)
+            address = ahead.to(tl.int64) + o_piece.to(tl.int64) * piece_stride
+            _ask_ahead(address, tl.where(o_piece < num_pieces, piece_bytes, 0))
     b_w = tl.load(weight + o_d, mask=in_row, other=0.0)
+    own = tl.multiple_of(tl.load(memories + RANK).to(tl.pointer_type(bits)), 16)
+    if OVERLAP:
+        gdc_wait()
+    turn = tl.load(turns + 2 * pid)
+    num_before = tl.multiple_of(tl.load(turns + 2 * pid + 1), 128 // kind.primitive_bitwidth)
     for row in range(pid, num_rows, tl.num_programs(0)):
+        b_x = tl.load(summand + row * D + o_d, mask=in_row).to(bits, bitcast=True)
+        b_x = tl.where(b_x == -1, nan, b_x).to(bits)
+        for other in tl.static_range(WORLD):
+            if other != RANK:
+                theirs = tl.multiple_of(tl.load(memories + other).to(tl.pointer_type(bits)), 16)
+                tl.store(theirs + (turn * WORLD + RANK) * slot + row * D + o_d, b_x, mask=in_row)
+    for other in tl.static_range(WORLD):
+        if other != RANK:
+            read = own + ((turn + PARTS - 1) % PARTS * WORLD + other) * slot
+            for begin in range(pid * BLOCK, num_before, tl.num_programs(0) * BLOCK):
+                tl.store(read + begin + o_d, tl.full((BLOCK,), -1, bits), mask=begin + o_d < num_before)
+    for row in range(pid, num_rows, tl.num_programs(0)):
+        b_r = tl.load(residual + row * D + o_d, mask=in_row, other=0.0).to(tl.float32)
         b_sum = tl.zeros((BLOCK,), tl.float32)
         for rank in tl.static_range(WORLD):
-            memory = tl.multiple_of(tl.load(memories + rank).to(tl.pointer_type(kind)), 16) + begin
-            # Not by way of the L1, which does not hear of what others write.
-            b_sum += tl.load(memory + row * D + o_d, mask=in_row, other=0.0, cache_modifier=".cg").to(tl.float32)
-        b_r = tl.load(residual + row * D + o_d, mask=in_row, other=0.0).to(tl.float32)
+            if rank == RANK:
+                b_x = tl.load(summand + row * D + o_d, mask=in_row, other=0.0)
+            else:
+                sent = own + (turn * WORLD + rank) * slot + row * D + o_d
+                b_sent = tl.load(sent, mask=in_row, other=0, volatile=True)
+                while tl.sum((b_sent == -1).to(tl.int32), axis=0) > 0:
+                    b_sent = tl.load(sent, mask=in_row, other=0, volatile=True)
+                b_x = b_sent.to(kind, bitcast=True)
+            b_sum += b_x.to(tl.float32)
         b_r = (b_r + scale * b_sum.to(kind).to(tl.float32)).to(summed.dtype.element_ty)
         tl.store(summed + row * D + o_d, b_r, mask=in_row)
         b_n = b_r.to(kind).to(tl.float32)
         b_n = b_n * tl.rsqrt(tl.sum(b_n * b_n, axis=0) / D + eps) * b_w
         tl.store(normed + row * D + o_d, b_n.to(kind), mask=in_row)
-    tl.store(counts + pid, count)
+    tl.debug_barrier()  # all threads have read the turn
+    tl.store(turns + 2 * pid, (turn + 1) % PARTS)
+    tl.store(turns + 2 * pid + 1, num_rows * D)
 
 
 def summed_rms_norm(
-    summand: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float, peers: PeerSums
+    summand: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: float,
+    peers: PeerSums,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the residual with the GPUs' sum, and the norm of that; mutates the memory of `peers`.
 
     Args:
-        summand: `[T, D]` contiguous, bf16, fp16 or fp32, of at most `peers.half_bytes`; D a multiple of 16 bytes.
+        summand: `[T, D]` contiguous, bf16, fp16 or fp32, the same in all calls with `peers`, of at most
+            `peers.slot_bytes`; T > 0, D a multiple of 16 bytes.
         residual: `[T, D]` contiguous, of the same dtype or fp32.
         weight: `[D]` fp32. eps: added to the mean square. scale: of the sum, which is rounded to summand.dtype first.
+        ahead: `[N, D]` contiguous, what the next product reads: some of it comes to the L2 while GPUs wait for each
+            other. None for nothing.
 
     Returns:
         `[T, D]` in residual.dtype, residual + scale * sum; and `[T, D]` in summand.dtype, that in summand.dtype times
         rsqrt(mean of its squares + eps) times weight.
 
     Raises:
-        ValueError: the summand has more bytes than there is room for.
+        ValueError: the summand has more bytes than there is room for, or none, behind which GPUs would not wait.
     """
     num_bytes = summand.numel() * summand.itemsize
-    if num_bytes > peers.half_bytes:
-        raise ValueError(f"summand: expected at most {peers.half_bytes} bytes, got {num_bytes}")
-    size = summand.shape[1]
+    if not 0 < num_bytes <= peers.slot_bytes:
+        raise ValueError(f"summand: expected 1 .. {peers.slot_bytes} bytes, got {num_bytes}")
+    size, overlap = summand.shape[1], can_overlap(summand)
     summed, normed = torch.empty_like(residual), torch.empty_like(summand)
+    num_pieces, piece_stride, piece_bytes = (0, 0, 0) if ahead is None else pieces_of(ahead)
     kernel: Any = _summed_rms_norm
     kernel[(PROGRAMS,)](
         summand,
@@ -127,16 +188,30 @@ def summed_rms_norm(
         summed,
         normed,
         peers.memories,
-        peers.flags,
-        peers.counts,
+        peers.turns,
+        summand if ahead is None else ahead,
         len(summand),
-        peers.half_bytes // summand.itemsize,
+        peers.slot_bytes // summand.itemsize,
         float(scale),
         float(eps),
+        num_pieces,
+        piece_stride,
+        piece_bytes,
         D=size,
         RANK=peers.rank,
         WORLD=peers.world,
+        PARTS=PARTS,
         BLOCK=triton.next_power_of_2(size),
+        OVERLAP=overlap,
+        ASKED=ASKED,
         num_warps=16 if size > 2048 else 4,
+        **launch_options(overlap=overlap),
     )
     return summed, normed
+
+
+def pieces_of(weight: Tensor) -> tuple[int, int, int]:
+    """Return how many pieces of a weight are asked for, and bytes from one to the next and of each: the beginnings of
+    its rows, where all programs of a product begin."""
+    num_rows, row_bytes = len(weight), weight.shape[1] * weight.itemsize
+    return num_rows, row_bytes, min(row_bytes, AHEAD_BYTES // num_rows) // 16 * 16

@@ -5,7 +5,6 @@ Wrong code from an assembler shows here before it shows in an answer.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, product
@@ -103,6 +102,7 @@ def run_selftest(
     expert_activation: str = "silu",
     experts_in_fp8: Sequence[bool] = (False,),
     fp8_sizes: Sequence[tuple[int, int]] = (),
+    has_adapters: bool = True,
 ) -> list[Check]:
     """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
 
@@ -129,7 +129,7 @@ def run_selftest(
         router: how tokens of `hidden` channels choose among `num_experts` experts of `expert_dim` channels, the shared
             ones not counted; None: the model has no experts. expert_activation: as `run_experts` takes it.
         experts_in_fp8: whether experts stay in FP8; of a model with both kinds, both. fp8_sizes: outputs and inputs of
-            the other weights that do.
+            the other weights that do. has_adapters: whether it takes adapters.
 
     Returns:
         One Check for each family and kind of input. A NaN counts as an infinite error.
@@ -157,7 +157,9 @@ def run_selftest(
         lower_bound,
     )
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
-    parts = [*_mixer_parts(shapes, device), *_adapter_parts(shapes, device)]
+    parts = list(_mixer_parts(shapes, device))
+    if has_adapters:
+        parts += _adapter_parts(shapes, device)
     if hidden:
         parts.append(partial(compare_block, hidden=hidden, mlp_dim=mlp_dim, limit=mlp_limit, dtype=dtype))
     parts += [partial(compare_fp8, outputs=size[0], inputs=size[1], dtype=dtype) for size in fp8_sizes]
@@ -185,7 +187,7 @@ def run_selftest(
 def _compare(parts: Sequence[Part], limit: float, device: torch.device) -> list[Check]:
     """Run every part with every kind of inputs: on a GPU many at once, as most of what they take is to compile.
 
-    Random inputs come first, and need all kernels, so that few are compiled by two threads.
+    Random inputs come first, and need all kernels.
     """
     num_threads = THREADS[device.type]
     if device.type == "cuda":
@@ -198,25 +200,16 @@ def _compare(parts: Sequence[Part], limit: float, device: torch.device) -> list[
     found = list[Check]()
     for kinds in KINDS:
         run = partial(_checks, kinds=kinds, limit=limit, device=device)
-        if num_threads == 1:
-            made = list(map(run, parts, count()))
+        if num_threads > 1:
+            from deltaline_kernels.selftest.threads import run_in_threads  # it needs triton, which is on Linux alone
+
+            made = run_in_threads(run, parts, num_threads, device)
         else:
-            with ThreadPoolExecutor(num_threads, "selftest", _use_stream, (device,)) as threads:
-                made = list(threads.map(run, parts, count()))
+            made = list(map(run, parts, count()))
         found += [check for checks in made for check in checks]
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the threads' streams
     return found
-
-
-def _use_stream(device: torch.device) -> None:
-    """Give the calling thread a stream of its own on a GPU.
-
-    A kernel that begins while the one before it runs knows that one, and would not wait for another thread's.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 def _checks(part: Part, seed: int, kinds: Sequence[str], limit: float, device: torch.device) -> list[Check]:

@@ -121,20 +121,25 @@ class Graphs:
         return len(self._graphs)
 
     def capture(self, sets: Sequence[BatchBuffers], report: Report) -> None:
-        """Capture each bucket of all buffers and spans, largest first, on the current stream, which replays them."""
+        """Capture each bucket of all buffers and spans, largest first, on the current stream, which replays them.
+
+        Before its first capture a bucket is computed once by an abridged model, which launches all that is captured.
+        """
         spans, stream = range(len(self._model.spans)), torch.cuda.current_stream()
         memory = torch.cuda.graph_pool_handle()
         total = len(sets) * len(spans) * len(self._buckets)
+        abridged = self._model.abridged(self._pool)
         for bucket in reversed(self._buckets):
             for number, buffers in enumerate(sets):
                 buffers.skip_rows(bucket.layout)  # what runs meanwhile touches no line
                 for span in spans:
                     if number == 0:
-                        self._compute(buffers, span, bucket)  # compiles, and lets libraries choose what they do once
+                        # Compiles and loads, and lets libraries choose what they do once.
+                        self._compute(abridged, buffers, span, bucket)
                     stream.synchronize()
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, memory, stream=stream, capture_error_mode="thread_local"):
-                        self._compute(buffers, span, bucket)
+                        self._compute(self._model, buffers, span, bucket)
                     self._graphs[id(buffers), span, bucket] = graph
                     report(len(self._graphs), total)
 
@@ -165,7 +170,7 @@ class Graphs:
         """Compute what the buffers' inputs hold into their outputs, on the current stream."""
         self._graphs[id(buffers), span, bucket].replay()
 
-    def _compute(self, buffers: BatchBuffers, span: int, bucket: Bucket) -> None:
+    def _compute(self, model: Model, buffers: BatchBuffers, span: int, bucket: Bucket) -> None:
         layout, stream = bucket.layout, torch.cuda.current_stream()
         carries = buffers.carries(layout, span)
         if carries:
@@ -173,9 +178,9 @@ class Graphs:
             buffers.events[2].record(stream)
         control, hidden, adapter_places, new_pages, waypoints = buffers.inputs(layout, span)
         rows = Rows(control, layout.short_rows, bucket.longest_short, bucket.longest, waypoints=waypoints)
-        if span not in self._model.paged_spans:
+        if span not in model.paged_spans:
             new_pages = None
-        output = self._model.forward(span, hidden, rows, self._pool, adapter_places, new_pages)
+        output = model.forward(span, hidden, rows, self._pool, adapter_places, new_pages)
         sizes, outputs = buffers.outputs(layout, span)
         outputs.copy_(output)
         sizes.copy_(token_sizes(output))

@@ -273,8 +273,7 @@ class StateService:
         with self._states.coming(owner) as coming:
             while stored.header.is_pages:
                 coming.expect(stored.header)
-                received = exchange.received(arriving, stored, owner, is_pinned=False)
-                await coming.land(received)
+                await coming.land(exchange.arrived(arriving, stored, owner, is_pinned=False))
                 stored, asked.chunk = await exchange.read_header(arriving)
             content = asked.SerializeToString(deterministic=True)
             call = current_principal(), "ImportState", asked.request_id, content

@@ -23,19 +23,28 @@ class MixerStack:
     """A mixer alone."""
 
     def __init__(self, mixer: Layer) -> None:
-        self._mixer = mixer
+        self.layers = (mixer,)
+
+    def part(self, places: Sequence[int]) -> MixerStack:
+        """The stack itself, of which there is no smaller one."""
+        return self
 
     def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the mixer's state, the only one."""
-        return self._mixer.forward(hidden, rows, states[0], tiles)
+        return self.layers[0].forward(hidden, rows, states[0], tiles)
 
 
 class BlockStack:
     """Layers whose branches are added to a residual."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
+        self.layers = blocks
         # Each branch with the place of its layer.
         self._branches = [(i, branch) for i, block in enumerate(blocks) for branch in block.branches]
+
+    def part(self, places: Sequence[int]) -> BlockStack:
+        """What computes the layers at these places alone, one behind the other."""
+        return BlockStack([self.layers[i] for i in places])
 
     def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of the layers' states."""
@@ -55,6 +64,7 @@ class EmbeddingStack:
     """Layers some of which take beside their input what the first one was given: the embeddings."""
 
     def __init__(self, layers: Sequence[Block | SharedBlock]) -> None:
+        self.layers = layers
         # Each of these layers, and each run of others, with the places of its states.
         self._parts: list[tuple[slice, SharedBlock | BlockStack]] = []
         end = 0
@@ -66,6 +76,10 @@ class EmbeddingStack:
                 self._parts += [(slice(i, i + 1), layer) for i, layer in enumerate(shared, begin)]
             else:
                 self._parts.append((slice(begin, end), BlockStack([one for one in some if isinstance(one, Block)])))
+
+    def part(self, places: Sequence[int]) -> EmbeddingStack:
+        """What computes the layers at these places alone, one behind the other."""
+        return EmbeddingStack([self.layers[i] for i in places])
 
     def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
         """Compute `[T, hidden]` from embeddings `[T, hidden]`; mutates the write lines of the layers' states."""
@@ -86,9 +100,14 @@ class HyperStack:
         self, blocks: Sequence[HyperBlock], ends: SpanShapes, streams: int, head: HyperHead | MeanHead | None
     ) -> None:
         """ends: streams of the input or output 0 where they begin or end here. head: None where they do not end."""
+        self.layers = blocks
         # Each connection with the place of its layer.
         self._connections = [(i, one) for i, block in enumerate(blocks) for one in block.connections]
         self._ends, self._streams, self._head = ends, streams, head
+
+    def part(self, places: Sequence[int]) -> HyperStack:
+        """What computes the layers at these places alone, one behind the other, between the same ends."""
+        return HyperStack([self.layers[i] for i in places], self._ends, self._streams, self._head)
 
     def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
         """Compute `[T, output width]` from `[T, input width]`; mutates the write lines of the layers' states."""

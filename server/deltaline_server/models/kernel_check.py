@@ -19,13 +19,14 @@ NOTHING_BESIDE: Mapping[str, Any] = {"hidden": 0}
 
 
 def self_test(model: Model, options: StateOptions) -> None:
-    """Compare the kernels as a model's layers call them, what blocks have beside mixers once; on the CPU nothing, where
-    PyTorch computes. Raises ModelError as check_kernels."""
+    """Compare the kernels as a model's layers call them, what blocks have beside mixers once, and adapters' where there
+    are places for some; on the CPU nothing, where PyTorch computes. Raises ModelError as check_kernels."""
     if model.device.type == "cpu":
         return
     beside: Mapping[str, Any] = model.block_sizes
     for shape in dict.fromkeys(model.shapes):
-        check_kernels(model.device, model.dtype, shape, options, beside)
+        sizes = {**beside, "has_adapters": model.adapters is not None}
+        check_kernels(model.device, model.dtype, shape, options, sizes)
         beside = NOTHING_BESIDE
 
 
@@ -34,7 +35,7 @@ def check_kernels(
 ) -> None:
     """Compare every kernel, as it serves such a model, with its reference on the device.
 
-    block_sizes: the self-test's arguments for what blocks have beside their mixers, as Model has them.
+    block_sizes: the self-test's arguments for what blocks have beside their mixers, as Model has them, and adapters.
     Raises: ModelError naming those that differ, and on a GPU what compiled them.
     """
     sizes: dict[str, Any] = shape.test_sizes() | dict(block_sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,11 @@ from deltaline_server.layers.stack import Stack, make_stack
 from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_state
 from deltaline_server.layers.streams import StreamEnds, span_ends
 from deltaline_server.memory.pinning import CudaPinning, HostMemory
+from deltaline_server.models.alike import distinct_layers
 from deltaline_server.models.config import CONFIG_FILE, ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore, store_bytes
-from deltaline_server.models.servable import Auto, auto_spans, layer_kinds, left_out, spans_text
+from deltaline_server.models.servable import Auto, auto_spans, check_spans, layer_kinds, left_out, spans_text
 from deltaline_server.models.weights import CPU, LayerLoader, opened, random_init
 from deltaline_server.ranks.ways import Ranks
 from deltaline_server.step import SpanShapes
@@ -117,7 +119,8 @@ class Model:
         self.layout = plan.layout
         self.adapters = adapters
         self.left_out = plan.left_out
-        self._stacks = tuple(stacks)
+        # What is computed of each span, and the layers' numbers.
+        self._stacks, self._layers = tuple(stacks), tuple(tuple(span) for span in plan.spans)
         self._weights, self._ranks = weights, placement.ranks
         self.paged_spans = frozenset(
             i
@@ -185,8 +188,21 @@ class Model:
                 raise ValueError("adapter_slots: expected None, as this model has no adapter slots")
             token_slots = spread_slots(adapter_slots, rows.query_start_loc, hidden.shape[0])
             tiles = group_tokens(token_slots, self.adapters.num_places, self.adapters.max_rank)
-        states = [pool.layers[self._places[layer]] for layer in self.spans[span]]
+        states = [pool.layers[self._places[layer]] for layer in self._layers[span]]
         return self._stacks[span].forward(hidden, rows, states, tiles).to(self.dtype)
+
+    def abridged(self, pool: StatePool) -> Model:
+        """This model with fewer layers, and their numbers those that are left of each span: what `forward` launches of
+        it on this pool is all that it launches of the whole, the same kernels for the same sizes, less often."""
+        made, places = copy(self), self.distinct(pool)
+        made._stacks = tuple(stack.part(some) for stack, some in zip(self._stacks, places, strict=True))
+        made._layers = tuple(tuple(map(of.__getitem__, some)) for of, some in zip(self._layers, places, strict=True))
+        return made
+
+    def distinct(self, pool: StatePool) -> tuple[tuple[int, ...], ...]:
+        """The places in each span of the layers that `abridged` leaves: on all ranks the same."""
+        states = ([pool.layers[self._places[layer]] for layer in layers] for layers in self._layers)
+        return tuple(distinct_layers(stack.layers, some) for stack, some in zip(self._stacks, states, strict=True))
 
 
 def load_model(options: ModelOptions, report: Callable[[int, int], object] = lambda done, total: None) -> Model:
@@ -246,24 +262,6 @@ def check_model(options: ModelOptions, state: StateOptions | None = None) -> int
             plan_state(plan.shapes, state, plan.layout.placement.dtype)
         requested = options.adapters
         return 0 if requested is None else store_bytes(plan.layout, requested.num_places, requested.max_rank)
-
-
-def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> tuple[range, ...]:
-    """Return the spans to serve. Raises ModelError unless they are disjoint, inside `layers` and fit the scope."""
-    if spans is None:
-        return (layers,) if scope is Scope.BLOCK else tuple(range(i, i + 1) for i in layers)
-    if not spans:
-        raise ModelError("--spans: expected at least one, got none")
-    for span in spans:
-        if span.step != 1 or not layers.start <= span.start < span.stop <= layers.stop:
-            raise ModelError(f"--spans: expected layers inside {spans_text(layers)}, got {spans_text(span)}")
-        if scope is Scope.MIXER and len(span) > 1:
-            raise ModelError(f"--spans: expected one layer each in mixer scope, got {spans_text(span)}")
-    ordered = sorted(spans, key=lambda span: span.start)
-    for before, after in itertools.pairwise(ordered):
-        if after.start < before.stop:
-            raise ModelError(f"--spans: expected disjoint spans, got {spans_text(before)} and {spans_text(after)}")
-    return tuple(spans)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,24 @@ class Auto(Enum):
     AUTO = "auto"
 
 
+def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> tuple[range, ...]:
+    """Return the spans to serve. Raises ModelError unless they are disjoint, inside `layers` and fit the scope."""
+    if spans is None:
+        return (layers,) if scope is Scope.BLOCK else tuple(range(i, i + 1) for i in layers)
+    if not spans:
+        raise ModelError("--spans: expected at least one, got none")
+    for span in spans:
+        if span.step != 1 or not layers.start <= span.start < span.stop <= layers.stop:
+            raise ModelError(f"--spans: expected layers inside {spans_text(layers)}, got {spans_text(span)}")
+        if scope is Scope.MIXER and len(span) > 1:
+            raise ModelError(f"--spans: expected one layer each in mixer scope, got {spans_text(span)}")
+    ordered = sorted(spans, key=lambda span: span.start)
+    for before, after in itertools.pairwise(ordered):
+        if after.start < before.stop:
+            raise ModelError(f"--spans: expected disjoint spans, got {spans_text(before)} and {spans_text(after)}")
+    return tuple(spans)
+
+
 def layer_kinds(config: ModelConfig, layers: Iterable[int], scope: Scope, first: int = 0) -> dict[int, LayerKind]:
     """Return the kinds of these layers. first: where the span begins that they are in.
 

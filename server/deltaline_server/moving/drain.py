@@ -13,7 +13,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.errors import Code, RequestError
+from deltaline_server.errors import Code, Refusal, RequestError
 from deltaline_server.log import event
 from deltaline_server.moving.mover import Mover
 from deltaline_server.principal import Principal
@@ -100,21 +100,22 @@ class Drain:
 
     async def _move_each(self) -> bool:
         """Try once to move each sequence that is open; whether some are left."""
-        before, failed = self._mover.num_moved, Counter[str]()
+        before, failed = self._mover.num_moved, list[Refusal]()
         for principal, handles in self._table.open_by_principal():
             for at in range(0, len(handles), AT_ONE_TURN):
                 failed += await self._move(principal, handles[at : at + AT_ONE_TURN])
         left = sum(len(handles) for _, handles in self._table.open_by_principal())
-        moved, reasons = self._mover.num_moved - before, ",".join(f"{one}:{failed[one]}" for one in sorted(failed))
-        event(_log, "sequences moved", moved=moved, failed=failed.total(), reasons=reasons or "none", left=left)
+        moved, names = self._mover.num_moved - before, Counter(one.reason.name for one in failed)
+        reasons = ",".join(f"{name}:{names[name]}" for name in sorted(names))
+        [(why, _)] = Counter(one.message for one in failed).most_common(1) or [("none", 0)]
+        event(_log, "sequences moved", moved=moved, failed=len(failed), reasons=reasons or "none", why=why, left=left)
         return bool(left)
 
-    async def _move(self, principal: Principal, handles: NDArray[np.uint64]) -> Counter[str]:
-        """Move a principal's sequences to the target whose turn it is. Returns how many failed, by the reason."""
+    async def _move(self, principal: Principal, handles: NDArray[np.uint64]) -> list[Refusal]:
+        """Move a principal's sequences to the target whose turn it is. Returns why those that failed did."""
         target = self._targets[next(self._turn) % len(self._targets)]
         try:
             moved = await self._mover.move(self._table.server_epoch, handles, principal, target)
         except RequestError as error:
-            return Counter({error.refusal.reason.name: len(handles)})
-        refusals = moved.refusals.values()
-        return Counter(one.reason.name for one in refusals if one.reason.code != Code.NOT_FOUND)  # those are over
+            return [error.refusal] * len(handles)
+        return [one for one in moved.refusals.values() if one.reason.code != Code.NOT_FOUND]  # those are over

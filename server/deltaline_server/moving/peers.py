@@ -15,7 +15,7 @@ from deltaline.tls import Tls, channel_of
 from deltaline.v1 import admin_service_pb2, layer_service_pb2, state_service_pb2
 from deltaline_server.config import Config
 from deltaline_server.errors import Code, Reason, RequestError
-from deltaline_server.moving.ways import CHUNK_BYTES, PAUSE_S, CallError, GrpcWay, LinkWay, Message, Metadata, Way
+from deltaline_server.moving.ways import PAUSE_S, CallError, GrpcWay, LinkWay, Message, Metadata, Way
 from deltaline_server.tables.moved import Owner
 
 # How long a server may take to say who it is, and for all of a sequence.
@@ -38,7 +38,7 @@ class Peer:
     def __init__(self, way: Way, address: str, info: admin_service_pb2.GetServerInfoResponse) -> None:
         """info: what it says of itself."""
         self.address, self.server_epoch, self.page_tokens = address, info.server_epoch, info.kv_page_tokens
-        self._chunk_bytes, self._way = max(1, min(info.inline_limit_bytes, CHUNK_BYTES)), way
+        self._inline_bytes, self._way = max(1, info.inline_limit_bytes), way
 
     async def open(self, pieces: AsyncIterator[memoryview], request_id: bytes, lease_ms: int) -> Owner:
         """Let a sequence go on there, by its file in pieces, each of which may change once the next is asked for, for
@@ -50,7 +50,7 @@ class Peer:
             request_id=request_id, lease_ms=lease_ms, sequence=True, keep_owner=True
         )
         try:
-            async with aclosing(_messages(first, pieces, self._chunk_bytes)) as messages:
+            async with aclosing(self._messages(first, pieces)) as messages:
                 answer = await self._way.upload(_IMPORT, messages, WHOLE_S)
         except CallError as error:
             raise _said(error.status) from error
@@ -65,16 +65,16 @@ class Peer:
         with suppress(CallError, TimeoutError):
             await self._way.call(_CLOSE, request.SerializeToString(), REACH_S)
 
-
-async def _messages(
-    first: state_service_pb2.ImportStateRequest, pieces: AsyncIterator[memoryview], chunk_bytes: int
-) -> AsyncGenerator[Sequence[Message], None]:
-    """Of an import, those of a piece together: so many bytes of it are a message's only field, and not copied here."""
-    yield [(first.SerializeToString(),)]
-    field = state_service_pb2.ImportStateRequest.CHUNK_FIELD_NUMBER
-    async for piece in pieces:
-        chunks = (piece[at : at + chunk_bytes] for at in range(0, len(piece), chunk_bytes))
-        yield [(wire.field_head(field, len(chunk)), chunk) for chunk in chunks]
+    async def _messages(
+        self, first: state_service_pb2.ImportStateRequest, pieces: AsyncIterator[memoryview]
+    ) -> AsyncGenerator[Sequence[Message], None]:
+        """Of an import, those of a piece together: a chunk of it is a message's only field, and not copied here."""
+        yield [(first.SerializeToString(),)]
+        field = state_service_pb2.ImportStateRequest.CHUNK_FIELD_NUMBER
+        async for piece in pieces:
+            size = min(self._inline_bytes, self._way.chunk_bytes)
+            chunks = (piece[at : at + size] for at in range(0, len(piece), size))
+            yield [(wire.field_head(field, len(chunk)), chunk) for chunk in chunks]
 
 
 class Peers:
@@ -157,7 +157,7 @@ def no_answer(how: str) -> RequestError:
 
 
 def _said(status: status_pb2.Status) -> RequestError:
-    """What a server has said of a sequence; where it said nothing, or has a bug, that it did not answer."""
+    """What a server has said of a sequence; where it gave no reason of ours, or has a bug, that it did not answer."""
     info, delay = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     for detail in status.details:
         with suppress(DecodeError):
@@ -165,7 +165,7 @@ def _said(status: status_pb2.Status) -> RequestError:
                 detail.Unpack(delay)
     reason = Reason.__members__.get(info.reason)
     if reason is None or reason is Reason.BUG:
-        return no_answer("as it should")
+        return no_answer(": ".join(filter(None, ("as it should", status.message))))
     if reason.code in _NOT_LET_IN:
         return _target_refused(_KEPT_OUT)
     retry_after_s = delay.retry_delay.ToNanoseconds() / 1e9 or None

@@ -21,6 +21,8 @@ from deltaline.wire import Buffer, write_pieces
 PAUSE_S = 30.0
 # Of a file in a message, at most: of fewer the calls that send and take one cost more than its copies.
 CHUNK_BYTES = 4 << 20
+# The same where they go in packets alone: with what is around it, less than a packet.
+PACKET_CHUNK_BYTES = link.MAX_PACKET_BYTES // 2
 # Of link memory, at least: while the server copies one such message others are on their way, or are written.
 LINK_MEMORY_BYTES = 4 * (CHUNK_BYTES + link.MAX_PACKET_BYTES)
 _DETAILS = "grpc-status-details-bin"
@@ -44,6 +46,9 @@ class CallError(Exception):
 class Way(Protocol):
     """How calls go. Methods are named by their paths; metadata go with each."""
 
+    chunk_bytes: int
+    """Of a file in a message, at most; an upload may change it before it asks for the first one."""
+
     async def call(self, path: str, request: bytes, timeout_s: float) -> bytes:
         """The answer to a message. Raises CallError."""
 
@@ -54,6 +59,8 @@ class Way(Protocol):
 
 class GrpcWay:
     """By a channel."""
+
+    chunk_bytes = CHUNK_BYTES
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         self._channel, self._metadata = channel, metadata
@@ -96,11 +103,13 @@ class GrpcWay:
 
 
 class LinkWay:
-    """By the link, on one connection after the other where they break. Large messages lie in memory of the server's."""
+    """By the link, on one connection after the other where they break. Large messages lie in memory of the server's; on
+    the connection that follows one which ended as the server gave none, there are none."""
 
     def __init__(self, path: str, metadata: Metadata = ()) -> None:
         """path: where the server listens. metadata: may be set to others, for the calls from then on."""
         self._path, self.metadata = path, metadata
+        self.chunk_bytes = CHUNK_BYTES
         self._connection: LinkSocket[status_pb2.Status] | None = None
         self._connecting = asyncio.Lock()
 
@@ -160,6 +169,8 @@ class LinkWay:
         folder answers."""
         async with self._connecting:  # or each of several calls would make one
             if self._connection is None or self._connection.is_over:
+                lacked_memory = self._connection is not None and self._connection.conversation.lacks_memory
+                self.chunk_bytes = PACKET_CHUNK_BYTES if lacked_memory else CHUNK_BYTES
                 connected, welcome = await asyncio.to_thread(connect, self._path)
                 conversation = Conversation(welcome.message_bytes, lambda status: status, LINK_MEMORY_BYTES)
                 self._connection = LinkSocket(connected, conversation)
@@ -224,4 +235,4 @@ def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
         if key == _DETAILS and isinstance(value, bytes):
             with suppress(DecodeError):
                 return status_pb2.Status.FromString(value)
-    return status_pb2.Status(code=error.code().value[0], message=error.details() or "")
+    return status_pb2.Status(code=error.code().value[0])  # its details, which are gRPC's own, may hold addresses

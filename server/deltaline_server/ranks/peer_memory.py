@@ -33,7 +33,7 @@ class PeerMemory:
         self._memory = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
         self._group = group.group_name
         symm_mem.rendezvous(self._memory, self._group)
-        self._joining = self._share_halves(group, device)
+        self._joining = self._share_slots(group, device)
 
     def holds(self, summand: Tensor) -> bool:
         """Whether a summand can be added here."""
@@ -60,26 +60,25 @@ class PeerMemory:
         return 0 < len(summand) * row_bytes <= JOINED_BYTES and row_bytes % ALIGNMENT == 0
 
     def join(
-        self, summand: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float
+        self, summand: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float, ahead: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return residual + scale * sum, and its norm, as deltaline_kernels has them (norm/summed.py)."""
+        """Return residual + scale * sum, and its norm, as deltaline_kernels has them (norm/summed.py), like ahead."""
         from deltaline_kernels.norm.summed import summed_rms_norm  # it needs triton
 
-        return summed_rms_norm(summand.contiguous(), residual.contiguous(), weight, eps, scale, self._joining)
+        return summed_rms_norm(summand.contiguous(), residual.contiguous(), weight, eps, scale, self._joining, ahead)
 
-    def _share_halves(self, group: dist.ProcessGroup, device: torch.device) -> PeerSums:
+    def _share_slots(self, group: dist.ProcessGroup, device: torch.device) -> PeerSums:
         """Allocate and share what `join` works with, on all ranks before any of them uses it."""
-        from deltaline_kernels.norm.summed import PROGRAMS, PeerSums
+        from deltaline_kernels.norm.summed import PARTS, PROGRAMS, UNWRITTEN, PeerSums
 
-        self._halves = symm_mem.empty(2 * JOINED_BYTES, dtype=torch.uint8, device=device)
-        self._flags = symm_mem.empty(PROGRAMS * group.size(), dtype=torch.int32, device=device)
-        halves, flags = (symm_mem.rendezvous(one, self._group) for one in (self._halves, self._flags))
-        self._flags.zero_()
-        memories, said = (torch.tensor(one.buffer_ptrs, dtype=torch.int64, device=device) for one in (halves, flags))
-        counts = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self._slots = symm_mem.empty(PARTS * group.size() * JOINED_BYTES, dtype=torch.uint8, device=device)
+        addresses = symm_mem.rendezvous(self._slots, self._group).buffer_ptrs
+        self._slots.fill_(UNWRITTEN)
+        memories = torch.tensor(addresses, dtype=torch.int64, device=device)
+        turns = torch.zeros(PROGRAMS, 2, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
         dist.barrier(group)
-        return PeerSums(memories, said, counts, JOINED_BYTES, group.rank(), group.size())
+        return PeerSums(memories, turns, JOINED_BYTES, group.rank(), group.size())
 
     def _room(self, summand: Tensor) -> Tensor:
         return self._memory[: summand.numel() * summand.itemsize].view(summand.dtype).view(summand.shape)

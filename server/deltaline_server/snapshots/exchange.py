@@ -9,11 +9,11 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal, check_share
@@ -39,6 +39,10 @@ from deltaline_server.tables.sequence_adapters import SequenceAdapters
 MOST_ON_THEIR_WAY = 64
 # Of keys and values that go ahead at once, about: some milliseconds of any way, and little of host memory.
 AHEAD_BYTES = 32 << 20
+
+
+Arrived: TypeAlias = tuple[StateHeader, Callable[[], Awaitable[None]]]
+"""The header of what lies in host memory, and what waits until that is judged."""
 
 
 class Tiering(Protocol):
@@ -137,10 +141,8 @@ class Exchange:
 
         Raises RequestError STATE_DAMAGED, STATE_MISMATCH or INVALID_REQUEST.
         """
-        try:
+        with _refusals():
             return await arriving.read_header(self._layout, self._fingerprint)
-        except StateFileError as error:
-            raise refused(error) from error
 
     def check_adapter(self, header: StateHeader, owner: Principal) -> None:
         """Raise RequestError STATE_MISMATCH unless a principal has the adapter of what arrives."""
@@ -158,30 +160,45 @@ class Exchange:
         """Inside the context what arrives behind a header lies in host memory, whole and sound, under an id of its own;
         behind it only if it was added.
 
-        Raises RequestError as `read_header`, NON_FINITE_INPUT, QUOTA_EXCEEDED or NO_SNAPSHOT_LINES; what the pieces
-        raise.
+        Raises as `arrived` and what that yields do.
+        """
+        async with self.arrived(arriving, stored, owner, is_pinned=is_pinned) as (header, judged):
+            await judged()
+            yield header
+
+    @asynccontextmanager
+    async def arrived(
+        self, arriving: Arriving, stored: StoredHeader, owner: Principal, *, is_pinned: bool
+    ) -> AsyncIterator[Arrived]:
+        """As `received`, but what lies there need not be sound: what is yielded beside its header waits until all of it
+        is judged, and raises RequestError STATE_DAMAGED, INVALID_REQUEST or NON_FINITE_INPUT.
+
+        Raises RequestError as `read_header`, QUOTA_EXCEEDED or NO_SNAPSHOT_LINES; what the pieces raise.
         """
         is_sequence = stored.header.is_sequence
         if not is_sequence:
             self._snapshots.shares.check_quota(1, owner, self._num_coming[owner.number])
         id, now_ns, size = secrets.token_bytes(ID_BYTES), self._clock_ns(), state_bytes(stored.sections)
         header = replace(stored.header, id=id, owner=owner.name, is_pinned=is_pinned, created_ns=now_ns)
+        filled: list[Filling] = []
 
         async def copy_in(memory: Bytes) -> None:
             judge = partial(check_sections, stored, memory, self._layout, self._types)
-            await arriving.read_state(Filling(self._threads, stored, memory, judge), is_last=not header.is_pages)
+            filled.append(Filling(self._threads, stored, memory, judge))
+            await arriving.read_state(filled[0], is_last=not header.is_pages)
 
-        with _counted(self._num_coming, owner.number, not is_sequence), self._place(owner, size):
-            try:
-                has_room = await self._host.store(header, copy_in)
-            except StateFileError as error:
-                raise refused(error) from error
-            if not has_room:
+        async def judged() -> None:
+            with _refusals():
+                await filled[0].judged()
+
+        with _counted(self._num_coming, owner.number, not is_sequence), self._place(owner, size), _refusals():
+            if not await self._host.store(header, copy_in):
                 raise self._host.no_room(size)
         with self._host.use(id):
             try:
-                yield header
+                yield header, judged
             finally:
+                filled[0].end()
                 if self._snapshots.get(id) is None:
                     self._host.release(id)
 
@@ -225,6 +242,15 @@ class Exchange:
             what = "bytes of host memory for states that are pinned or on their way"
             check_share(held, num_bytes, free, what, Reason.NO_SNAPSHOT_LINES)
         return _counted(self._bytes, number, num_bytes)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Tell who sends a state what is wrong with it."""
+    try:
+        yield
+    except StateFileError as error:
+        raise refused(error) from error
 
 
 @contextmanager

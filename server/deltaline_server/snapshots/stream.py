@@ -137,14 +137,14 @@ class Arriving:
         return stored, PREAMBLE.unpack_from(raw)[-1]
 
     async def read_state(self, filling: Filling, *, is_last: bool) -> None:
-        """Take what is behind the header, all of which a state's memory has; is_last: whether nothing may come behind
-        it. Raises as `read_header`, and what judges raise."""
+        """Take what is behind the header, until a state's memory has all of it; is_last: whether nothing may come
+        behind it. Raises as `read_header`."""
         async with filling:
             while filling.num_left:
                 await filling.add(*await self._part(filling.num_left))
             if is_last and (bool(self._piece) or bool(await anext(self._pieces, b""))):
                 raise StateFileError(Flaw.LENGTH, "expected nothing behind the last section, got more")
-            await filling.judged()
+            await filling.filled()
 
     async def _fill(self, memory: memoryview) -> None:
         done = 0
@@ -169,18 +169,18 @@ class Arriving:
 
 
 class _Copying(NamedTuple):
-    """A part that is copied: where it ends, by what, and what to call then."""
+    """A part that is copied: where it ends, the copy, and what to call then."""
 
     end: int
-    copies: list[Future[None]]
+    copied: Future[None]
     give_back: GiveBack | None
 
 
 class Filling:
     """A state's memory, which is filled from its beginning; each section is judged while those behind it come.
 
-    Nothing is written any more behind the context. A judge that was at it when a state failed, or its call was
-    cancelled, may read the memory still, and nobody hears of what it finds; those that waited do not begin.
+    Nothing is written any more behind the context, in which it is filled. Where that fails, and behind `end`, judges
+    that waited do not begin; one that was at it may read the memory still, and nobody hears of what it finds.
     """
 
     def __init__(self, threads: StateThreads, stored: StoredHeader, memory: Bytes, judge: Judge) -> None:
@@ -193,14 +193,22 @@ class Filling:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *exception: object) -> None:
-        copies = [copy for one in self._copying for copy in one.copies]
+    async def __aexit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:
+            return
+        self.end()
+        copies = [one.copied for one in self._copying]
         self._copying.clear()
-        for one in (*copies, *self._judging):
-            one.cancel()
-        while any(not one.done() for one in copies):
+        for copy in copies:
+            copy.cancel()
+        while any(not copy.done() for copy in copies):
             with suppress(asyncio.CancelledError):  # it is told already
-                await asyncio.wait([asyncio.wrap_future(one) for one in copies])
+                await asyncio.wait([asyncio.wrap_future(copy) for copy in copies])
+
+    def end(self) -> None:
+        """Let judges that wait not begin. Idempotent."""
+        for one in self._judging:
+            one.cancel()
 
     @property
     def num_left(self) -> int:
@@ -211,26 +219,29 @@ class Filling:
         """Copy bytes behind those that came; they are read afterwards too. give_back: what was lent, once it was
         copied: of such all may be copied at a time, of others one beside the last."""
         begin, self._num_bytes = self._num_bytes, self._num_bytes + len(part)
-        target, source = self._memory[begin : self._num_bytes], np.frombuffer(part, np.uint8)
-        copies, loop = list[Future[None]](), asyncio.get_running_loop()
-        self._copying.append(_Copying(self._num_bytes, copies, give_back))
+        copy = partial(np.copyto, self._memory[begin : self._num_bytes], np.frombuffer(part, np.uint8))
         if len(part) < LARGE_PIECE_BYTES:
-            target[:] = source
+            copied = Future[None]()
+            copy()
+            copied.set_result(None)
+            self._copying.append(_Copying(self._num_bytes, copied, give_back))
             self._advance()
             return
-        for at in range(0, len(part), PART_BYTES):
-            block = slice(at, at + PART_BYTES)
-            copies.append(self._threads.begin(partial(np.copyto, target[block], source[block])))
-        for copy in copies:
-            copy.add_done_callback(lambda _: loop.call_soon_threadsafe(self._advance))
+        # By one thread: each that is woken waits for the interpreter's lock, and others for it.
+        loop, copied = asyncio.get_running_loop(), self._threads.begin(copy)
+        self._copying.append(_Copying(self._num_bytes, copied, give_back))
+        copied.add_done_callback(lambda _: loop.call_soon_threadsafe(self._advance))
         if give_back is None:
             await self._until_copying(1)
 
-    async def judged(self) -> None:
-        """Wait until all is judged. Raises what the judges raise of the first section that they refuse."""
+    async def filled(self) -> None:
+        """Wait until all that came is copied, and let what is left be judged."""
         await self._until_copying(0)
         if self._num_begun < self._num_there:
             self._begin()
+
+    async def judged(self) -> None:
+        """Wait until what was filled is judged. Raises what the judges raise of the first section that they refuse."""
         for one in self._judging:
             await asyncio.wrap_future(one)
 
@@ -242,7 +253,7 @@ class Filling:
 
     def _advance(self) -> None:
         """Give back what was copied, in its order, and let sections that are there be judged."""
-        while self._copying and all(copy.done() for copy in self._copying[0].copies):
+        while self._copying and self._copying[0].copied.done():
             end, _, give_back = self._copying.popleft()
             if give_back is not None:
                 give_back()

@@ -80,6 +80,13 @@ def test_delta_replay_beside_tokens_leaves_what_committing_leaves(path: Path, ga
     check_replay_beside_tokens(make_correlated(path, gate), path)
 
 
+@pytest.mark.parametrize("norms", [True, False], ids=["norms", "no-norms"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_delta_of_short_rows_is_right_for_gates_far_apart(path: Path, seed: int, norms: bool) -> None:
+    batch = make_far_apart(path, seed, -torch.inf)
+    check_against_reference(batch if norms else batch.without_norms(), path, path.dtype)
+
+
 @pytest.mark.parametrize("layer", [Layer(), SMALL], ids=["token-by-token", "at-once"])
 def test_delta_row_does_not_depend_on_its_neighbours(path: Path, layer: Layer) -> None:
     rows = [Row(1), Row(1), Row(4, verify=True, replayed=2), Row(40, replayed=1)]
@@ -121,4 +128,20 @@ def make_correlated(path: Path, gate: float) -> Batch:
     batch.b.fill_(8.0)
     # Strong gates between usual ones: only the tokens after the last one may be seen.
     batch.a[::3] = gate
+    return batch
+
+
+def make_far_apart(path: Path, seed: int, least: float) -> Batch:
+    """Make rows of keys that are alike, with gates that leave all, some, as little as fp32 can tell, and nothing."""
+    rows = [Row(8, verify=True, replayed=8), Row(8, replayed=5, half=1)] * 4
+    batch = make_batch(rows, path, SMALL).with_raw_gates()
+    keys = SMALL.H * SMALL.K
+    batch.qkv[:, keys : 2 * keys] = 1.0 + 0.1 * batch.qkv[:, keys : 2 * keys]
+    # Usual ones are twice as many, so that there are some on both sides of a strong one, and rows without any.
+    gates = torch.tensor([0.0, -1e-3, -1e-2, -0.1, -0.3, -0.5, -1.0, -3.0, -20.0, -103.0, -128.0, least])
+    generator = torch.Generator().manual_seed(seed)
+    for place in (batch.a, batch.drafts[..., -SMALL.HV :]):
+        drawn = gates[torch.randint(len(gates), place.shape, generator=generator)].to(place)
+        # Where there is nothing to read, it stays NaN.
+        place.copy_(torch.where(place.isnan(), place, drawn))
     return batch

@@ -10,6 +10,7 @@ from kernels.mamba2.test_mamba2_verify import (
     SMALL,
     test_a_short_draft_that_is_not_finite_leaves_those_before_it_alone,
     test_mamba2_of_many_short_rows_matches_the_reference,
+    test_mamba2_of_short_rows_is_right_for_decays_far_apart,
     test_mamba2_of_short_rows_is_right_for_the_smallest_and_largest_steps,
     test_mamba2_of_short_rows_matches_the_reference,
     test_mamba2_of_short_rows_rounds_a_16_bit_state_once,

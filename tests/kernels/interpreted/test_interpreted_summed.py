@@ -1,35 +1,60 @@
-"""Sum, residual and norm in one launch, in Triton's interpreter: as rank 0 of two, of which the other has said already
-what it has."""
+"""Sum, residual and norm in one launch, in Triton's interpreter: as one rank of two, of which the other has already
+sent what it has."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from kernels.norm.test_summed import EPS, HALF_BYTES, expected
+from kernels.norm.test_summed import EPS, SLOT_BYTES, expected
+from torch import Tensor
 
-ROWS, SIZE = 70, 40
+SIZE = 40
+# Of calls, in which the parts of the memory take turns: more than programs, fewer than in the call before.
+ROWS = (70, 3, 1, 66, 2)
+
+
+def slots(memory: Tensor) -> Tensor:
+    """The memory as int16 `[part, rank, values]`."""
+    return memory.view(torch.int16).view(3, 2, -1)
 
 
 @pytest.mark.parametrize(("rank", "residual_dtype"), [(0, torch.float16), (1, torch.float32)])
-def test_two_ranks_add_in_their_order_and_take_halves_in_turns(rank: int, residual_dtype: torch.dtype) -> None:
+def test_two_ranks_add_in_their_order_and_parts_take_turns(rank: int, residual_dtype: torch.dtype) -> None:
     from deltaline_kernels.norm.summed import PROGRAMS, PeerSums, summed_rms_norm
 
-    memories = [torch.full((2, HALF_BYTES // 2), float("nan"), dtype=torch.float16) for _ in range(2)]
-    flags = [torch.zeros(PROGRAMS, 2, dtype=torch.int32) for _ in range(2)]
-    counts, other = torch.full((PROGRAMS,), 2**31 - 2, dtype=torch.int32), 1 - rank  # they wrap in the second call
-    addresses = [torch.tensor([one.data_ptr() for one in each]) for each in (memories, flags)]
-    peers = PeerSums(addresses[0], addresses[1], counts, HALF_BYTES, rank, 2)
+    memories = [torch.full((3 * 2 * SLOT_BYTES,), 0xFF, dtype=torch.uint8) for _ in range(2)]
+    turns, other = torch.zeros(PROGRAMS, 2, dtype=torch.int32), 1 - rank
+    peers = PeerSums(torch.tensor([one.data_ptr() for one in memories]), turns, SLOT_BYTES, rank, 2)
     weight = torch.randn(SIZE)
-    for count in (2**31 - 1, -(2**31)):
-        parts = [torch.randn(ROWS, SIZE).half() for _ in range(2)]
-        residual = torch.randn(ROWS, SIZE).to(residual_dtype)
-        memories[other].fill_(float("nan"))
-        memories[other][count & 1].view(-1)[: parts[other].numel()] = parts[other].view(-1)
-        memories[rank].fill_(float("nan"))
-        flags[rank][:, other] = count
+    own, theirs = slots(memories[rank]), slots(memories[other])
+    for call, rows in enumerate(ROWS):
+        parts = [torch.randn(rows, SIZE).half() for _ in range(2)]
+        parts[rank][0, 3], parts[other][0, 5], parts[rank][-1, 7] = -0.0, -0.0, float("inf")
+        parts[rank].view(torch.int16)[-1, 9] = -1  # the NaN that is never sent
+        residual = torch.randn(rows, SIZE).to(residual_dtype)
+        part, count = call % 3, rows * SIZE
+        assert (own[part] == -1).all()
+        own[part, other, :count] = parts[other].view(torch.int16).flatten()
         summed, normed = summed_rms_norm(parts[rank], residual, weight, EPS, 0.25, peers)
         right, right_norm = expected(parts, residual, weight, 0.25)
-        torch.testing.assert_close(summed, right, atol=2e-3, rtol=2e-3)
-        torch.testing.assert_close(normed.double(), right_norm, atol=5e-3, rtol=5e-3)
-        assert (counts == count).all() and (flags[other][:, rank] == count).all()
-        assert memories[rank][1 - (count & 1)].isnan().all()
+        torch.testing.assert_close(summed, right, atol=2e-3, rtol=2e-3, equal_nan=True)
+        torch.testing.assert_close(normed.double(), right_norm, atol=5e-3, rtol=5e-3, equal_nan=True)
+        sent = theirs[part, rank]
+        assert (sent[:count] != -1).all() and (sent[count:] == -1).all()
+        torch.testing.assert_close(
+            sent[:count].view(torch.float16), parts[rank].flatten(), rtol=0, atol=0, equal_nan=True
+        )
+        assert (own[(call + 2) % 3] == -1).all() and (own[:, rank] == -1).all()
+        theirs[part] = -1  # as the other rank does
+        assert turns.tolist() == [[(call + 1) % 3, count]] * PROGRAMS
+
+
+def test_a_summand_without_rows_is_refused() -> None:
+    from deltaline_kernels.norm.summed import PeerSums, summed_rms_norm
+
+    nothing = torch.zeros(0, dtype=torch.int32)
+    peers = PeerSums(nothing, nothing, SLOT_BYTES, 0, 2)
+    for rows in (0, SLOT_BYTES):
+        x = torch.zeros(rows, SIZE)
+        with pytest.raises(ValueError, match=rf"summand: expected 1 .. {SLOT_BYTES} bytes, got {x.numel() * 4}"):
+            summed_rms_norm(x, x, torch.ones(SIZE), EPS, 1.0, peers)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from kernels.gated_delta.test_gated_delta_verify import (
     SMALL,
+    make_far_apart,
     test_a_draft_that_is_not_finite_leaves_those_before_it_alone,
     test_delta_of_many_heads_at_once_matches_the_reference,
     test_delta_of_short_rows_is_right_for_correlated_keys,
+    test_delta_of_short_rows_is_right_for_gates_far_apart,
     test_delta_of_short_rows_matches_the_reference,
     test_delta_of_short_rows_rounds_a_16_bit_state_once,
     test_delta_of_short_rows_survives_the_strongest_gates,
@@ -34,6 +36,18 @@ def test_a_verify_is_as_exact_as_fp32(path: InterpretedPath) -> None:
     batch.run(path)
     assert_close("state", batch.state, reference.state, torch.float32)
     assert_close("drafts", batch.drafts, reference.drafts, torch.float32)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_verify_is_as_exact_behind_strong_gates(path: InterpretedPath, seed: int) -> None:
+    """Where a difference of sums of gates would be off by what the strong ones of them round away."""
+    batch = make_far_apart(path, seed, -1e4)
+    reference = batch.clone()
+    reference.run_reference()
+    batch.run(path)
+    assert_close("state", batch.state, reference.state, torch.float32)
+    updates = slice(0, -SMALL.HV)
+    assert_close("drafts", batch.drafts[..., updates], reference.drafts[..., updates], torch.float32)
 
 
 def test_a_batch_of_short_rows_goes_one_way(path: InterpretedPath, monkeypatch: pytest.MonkeyPatch) -> None:

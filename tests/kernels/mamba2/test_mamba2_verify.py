@@ -58,6 +58,18 @@ def test_mamba2_of_short_rows_is_right_for_the_smallest_and_largest_steps(path: 
     check_against_reference(batch, path, path.dtype)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_mamba2_of_short_rows_is_right_for_decays_far_apart(path: Path, seed: int) -> None:
+    """Of steps that leave all, some, as little as fp32 can tell apart from nothing, and nothing."""
+    batch = make_mamba_batch([Row(8, verify=True, replayed=8), Row(8, replayed=5, half=1)] * 4, path, SMALL)
+    batch.A_log.fill_(9.0)
+    batch.dt_bias.zero_()
+    steps = torch.tensor([-60.0, -16.0, -9.0, -6.0, -4.36, -4.34, -4.1, 0.9])
+    drawn = torch.randint(len(steps), batch.dt.shape, generator=torch.Generator().manual_seed(seed))
+    batch.dt.copy_(steps[drawn].to(batch.dt))
+    check_against_reference(batch, path, path.dtype)
+
+
 @pytest.mark.parametrize("step", [0.0, 1000.0], ids=["usual", "steps-of-1000"])
 def test_mamba2_replay_beside_tokens_leaves_what_committing_leaves(path: Path, step: float) -> None:
     batch = make_mamba_batch([Row(8, verify=True, replayed=3, half=1)], path, SMALL)

@@ -1,5 +1,5 @@
 """Sum, residual and norm in one launch, by memory that GPUs share: here one GPU, whose sum is its own summand, and two
-that are this process's memory, of which the other one has said all it has to say (Triton's interpreter)."""
+that are this process's memory, of which the other one has sent all it has to send (Triton's interpreter)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rigs.kernels.compiled import compile_launches
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-HALF_BYTES, EPS = 1 << 16, 1e-6
+SLOT_BYTES, EPS = 1 << 16, 1e-6
 
 
 def expected(parts: list[Tensor], residual: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -30,10 +30,9 @@ def expected(parts: list[Tensor], residual: Tensor, weight: Tensor, scale: float
 def test_one_gpu_adds_its_summand_to_the_residual_and_norms_that(rows: int, dtype: torch.dtype) -> None:
     from deltaline_kernels.norm.summed import PROGRAMS, PeerSums, summed_rms_norm
 
-    memory = torch.full((2 * HALF_BYTES * 8,), 0xFF, dtype=torch.uint8, device="cuda")
-    flags, counts = (torch.zeros(PROGRAMS, dtype=torch.int32, device="cuda") for _ in range(2))
-    memories, said = (torch.tensor([one.data_ptr()], device="cuda") for one in (memory, flags))
-    peers = PeerSums(memories, said, counts, HALF_BYTES * 8, 0, 1)
+    memory = torch.full((3 * SLOT_BYTES * 8,), 0xFF, dtype=torch.uint8, device="cuda")
+    turns = torch.zeros(PROGRAMS, 2, dtype=torch.int32, device="cuda")
+    peers = PeerSums(torch.tensor([memory.data_ptr()], device="cuda"), turns, SLOT_BYTES * 8, 0, 1)
     for size in (160, 264):
         x, residual = (torch.randn(rows, size, device="cuda", dtype=dtype) for _ in range(2))
         weight = torch.randn(size, device="cuda")
@@ -43,7 +42,7 @@ def test_one_gpu_adds_its_summand_to_the_residual_and_norms_that(rows: int, dtyp
             assert torch.equal(summed, right)
             tolerance = 1e-5 if dtype is torch.float32 else 2e-2
             torch.testing.assert_close(normed.double(), right_norm, atol=tolerance, rtol=tolerance)
-    assert counts.tolist() == [6] * PROGRAMS
+    assert turns.tolist() == [[0, rows * 264]] * PROGRAMS
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
@@ -56,14 +55,44 @@ def test_rows_cross_in_whole_vectors(world: int, monkeypatch: pytest.MonkeyPatch
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    memories, flags = (meta(world, dtype=torch.int64) for _ in range(2))
-    peers = PeerSums(memories, flags, meta(PROGRAMS, dtype=torch.int32), HALF_BYTES, 1, world)
+    memories, turns = meta(world, dtype=torch.int64), meta(PROGRAMS, 2, dtype=torch.int32)
+    peers = PeerSums(memories, turns, SLOT_BYTES, 1, world)
     weight = meta(512, dtype=torch.float32)
     [compiled] = compile_launches(
         monkeypatch, lambda: summed_rms_norm(meta(7, 512), meta(7, 512), weight, EPS, 1.0, peers)
     )
     lines = compiled.asm["ptx"].splitlines()
-    crossing = [line for line in lines if "global.cg" in line or "st.global" in line]
-    assert len([line for line in crossing if "global.cg" in line]) == world
-    assert not any(".b16" in line for line in crossing)
-    assert sum("atom.global.sys.release" in line for line in lines) == world - 1
+    coming = [line for line in lines if "ld.volatile.global" in line]
+    crossing = [line for line in lines if "st.global" in line]
+    # Each is asked for once, and again while it has not come.
+    assert len(coming) == 2 * (world - 1)
+    # Sent, unwritten, and both that are returned; and the turn.
+    assert len(crossing) == 2 * (world - 1) + 2 + 2
+    assert not any(".b16" in line for line in coming + crossing)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
+def test_the_weight_behind_is_asked_for_before_anything_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="needs triton")
+    from deltaline_kernels.norm.summed import PROGRAMS, PeerSums, summed_rms_norm
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    peers = PeerSums(meta(2, dtype=torch.int64), meta(PROGRAMS, 2, dtype=torch.int32), SLOT_BYTES, 1, 2)
+    weight, behind = meta(512, dtype=torch.float32), meta(1000, 512)
+    [compiled] = compile_launches(
+        monkeypatch, lambda: summed_rms_norm(meta(7, 512), meta(7, 512), weight, EPS, 1.0, peers, behind)
+    )
+    asked, _, waited = compiled.asm["ptx"].partition("griddepcontrol.wait")
+    assert "cp.async.bulk.prefetch.L2.global" in asked
+    assert "cp.async.bulk.prefetch.L2.global" not in waited
+
+
+@pytest.mark.parametrize(("rows", "columns", "size"), [(8192, 5120, 2048), (17408, 5120, 960), (100, 48, 96)])
+def test_as_much_of_each_row_is_asked_for(rows: int, columns: int, size: int) -> None:
+    pytest.importorskip("triton", reason="needs triton")
+    from deltaline_kernels.norm.summed import pieces_of
+
+    weight = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+    assert pieces_of(weight) == (rows, 2 * columns, size)

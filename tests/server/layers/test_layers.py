@@ -20,7 +20,8 @@ from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.config import Scope
-from deltaline_server.models.model import ModelOptions, check_model, check_spans, load_model
+from deltaline_server.models.model import ModelOptions, check_model, load_model
+from deltaline_server.models.servable import check_spans
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -38,20 +38,26 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
         kernel_check.check_kernels(CPU, torch.float32, GatedDeltaNetShape(1, 1, 8, 8, 4), StateOptions(1, 1), {})
 
 
-def test_what_blocks_have_beside_mixers_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adapters", [None, object()], ids=["bare", "adapters"])
+def test_what_blocks_have_beside_mixers_is_checked_once(monkeypatch: pytest.MonkeyPatch, adapters: object) -> None:
     shapes, options = (GatedDeltaNetShape(1, 1, 8, 8, 4), AttentionShape(6, 2, 32, 8, 1e4, 512)), StateOptions(1, 1)
     checked = list[tuple[Any, ...]]()
     monkeypatch.setattr(kernel_check, "check_kernels", lambda *sizes: checked.append(sizes))
     gpu, beside = torch.device("meta"), {"hidden": 48, "mlp_dim": 40}
-    model: Any = SimpleNamespace(device=gpu, dtype=torch.bfloat16, shapes=shapes * 2, block_sizes=beside)
+    model: Any = SimpleNamespace(
+        device=gpu, dtype=torch.bfloat16, shapes=shapes * 2, block_sizes=beside, adapters=adapters
+    )
     kernel_check.self_test(model, options)
     wanted = zip(shapes, (beside, {"hidden": 0}), strict=True)
-    assert checked == [(gpu, torch.bfloat16, shape, options, sizes) for shape, sizes in wanted]
+    told = {"has_adapters": adapters is not None}
+    assert checked == [(gpu, torch.bfloat16, shape, options, sizes | told) for shape, sizes in wanted]
 
 
 def test_a_mixer_is_checked_without_what_blocks_have_beside_it() -> None:
-    checks = run_selftest(CPU, hidden=0, max_draft=1)
-    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "gated_delta", "lora", "norm"}
+    families = {"conv1d", "gated_delta", "norm"}
+    for has_adapters, found in ((True, families | {"lora"}), (False, families)):
+        checks = run_selftest(CPU, hidden=0, max_draft=1, has_adapters=has_adapters)
+        assert {check.name.split(",")[0] for check in checks} == found
 
 
 @pytest.mark.parametrize(

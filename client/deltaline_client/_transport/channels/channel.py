@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -20,7 +20,9 @@ _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 # By whether requests and responses are streams.
 _KINDS = {(False, False): "unary_unary", (True, False): "stream_unary", (False, True): "unary_stream"}
 
-OPTIONS: tuple[tuple[str, int], ...] = (
+Options: TypeAlias = tuple[tuple[str, int], ...]
+
+OPTIONS: Options = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),

@@ -20,7 +20,7 @@ from deltaline.address import is_host_and_port, with_port
 from deltaline.tls import Tls, channel_of
 from deltaline_client._exceptions import Disconnected
 from deltaline_client._transport.caller import Caller
-from deltaline_client._transport.channels.channel import OPTIONS, bind, bind_stream
+from deltaline_client._transport.channels.channel import Options, bind, bind_stream
 
 _log = logging.getLogger(__name__)
 
@@ -71,15 +71,17 @@ class Ways(Generic[S]):
         tls: Tls | None,
         servers: Iterable[str] | None,
         caller: Caller,
+        options: Options,
     ) -> None:
-        """api: grpc or grpc.aio. servers: which may be followed; None for all that verify, none without TLS.
+        """api: grpc or grpc.aio. servers: which may be followed; None for all that verify, none without TLS. options:
+        of its channels.
 
         Raises ValueError for files that can't be used, for what is no address, and for one to which a token would go in
         plaintext; TypeError for servers that are no texts.
         """
         if tls is not None:
             tls.credentials()  # now, not at the first call, is when files that can't be used are told
-        self._api, self._make_stream, self._tls, self.caller = api, make_stream, tls, caller
+        self._api, self._make_stream, self._tls, self.caller, self._options = api, make_stream, tls, caller, options
         self._address = with_port(address)
         self._servers = None if servers is None else frozenset(map(with_port, _addresses(servers)))
         if caller.token is not None and tls is None:
@@ -168,7 +170,7 @@ class Ways(Generic[S]):
         if found is None:
             # The name that the given address is excused by is not one of others.
             tls = self._tls if self._tls is None or not is_direct else replace(self._tls, server_name=None)
-            found = self._channels[address] = channel_of(self._api, address, tls, OPTIONS)
+            found = self._channels[address] = channel_of(self._api, address, tls, self._options)
         return found
 
 

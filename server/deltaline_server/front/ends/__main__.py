@@ -31,6 +31,7 @@ from deltaline_server.front.grpc_port import SERVICES, add_port, grpc_options
 from deltaline_server.front.port.descriptors import connections
 from deltaline_server.front.port.gate import Gate
 from deltaline_server.front.trust.tls import Tls
+from deltaline_server.garbage import settle
 from deltaline_server.ranks.parent import end_with_parent
 
 # Time for the last replies to leave when the core has ended.
@@ -77,6 +78,7 @@ async def _serve(
     forward = Forward(connection, SERVICES, Gate())
     server.add_generic_rpc_handlers((forward,))
     add_port(server, address, None if tls is None else tls.credentials())
+    settle()
     await server.start()
     _say("serving")
     telling = asyncio.create_task(_tell(forward))

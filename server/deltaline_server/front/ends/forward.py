@@ -22,7 +22,7 @@ from deltaline_server.errors import RequestError
 from deltaline_server.front import replies
 from deltaline_server.front.ends.reader import Reader
 from deltaline_server.front.link.held import Held
-from deltaline_server.front.port.gate import Entered, Gate
+from deltaline_server.front.port.gate import Entered, Gate, when_done
 from deltaline_server.front.trust.peer import Peer
 
 # Replies that clients are slow to read, all together: beyond it the client that has most of them loses those that wait.
@@ -126,7 +126,7 @@ class Forward(grpc.GenericRpcHandler):
             if reader.leave(call.unread):
                 del self._readers[peer]
 
-        context.add_done_callback(over)
+        when_done(over)
         return call
 
 

@@ -20,12 +20,8 @@ REQUESTS = 16
 
 @dataclass(eq=False)
 class Unread:
-    """A call's part: bytes of its replies that its client has not read, and of them those that gRPC has.
+    """A call's part: bytes of its replies that its client has not read, and of them those that gRPC has."""
 
-    cut: ends the call, which has lost all replies that gRPC does not have.
-    """
-
-    cut: Callable[[str], None]
     held_bytes: int = 0
     given_bytes: int = 0
 
@@ -36,7 +32,8 @@ class Reader:
 
     def __init__(self, held: Held) -> None:
         self._share = held.join(self._cut)
-        self._calls: set[Unread] = set()
+        # What cuts each.
+        self._calls: dict[Unread, Callable[[str], None]] = {}
         self._given_bytes = 0
         self.requests = asyncio.Semaphore(REQUESTS)
         # Whose turn is next, with a reply of so many bytes.
@@ -48,14 +45,14 @@ class Reader:
             raise too_much_unread()
 
     def join(self, cut: Callable[[str], None]) -> Unread:
-        """A call begins."""
-        unread = Unread(cut)
-        self._calls.add(unread)
+        """A call begins. cut: ends it, when it has lost all replies that gRPC does not have."""
+        unread = Unread()
+        self._calls[unread] = cut
         return unread
 
     def leave(self, unread: Unread) -> bool:
         """gRPC is done with a call; whether it was the last."""
-        self._calls.remove(unread)
+        del self._calls[unread]
         self._let_go(unread, unread.held_bytes - unread.given_bytes)
         self.was_read(unread, unread.given_bytes)
         if not self._calls:
@@ -96,9 +93,9 @@ class Reader:
         self._share.give_back(num_bytes)
 
     def _cut(self, why: str) -> None:
-        for unread in [one for one in self._calls if one.held_bytes > one.given_bytes]:
+        for unread, cut in [one for one in self._calls.items() if one[0].held_bytes > one[0].given_bytes]:
             self._let_go(unread, unread.held_bytes - unread.given_bytes)
-            unread.cut(why)
+            cut(why)
         for turn, _, _ in self._waiting:
             if not turn.done():
                 turn.set_result(None)

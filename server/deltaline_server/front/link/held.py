@@ -21,12 +21,13 @@ class Held:
 
     max_bytes: int
     num_bytes: int = 0
-    shares: set[Share] = field(default_factory=set)
+    # What ends each. Not in the share: whom it ends has the share, and such a circle waits for the garbage collector.
+    shares: dict[Share, Callable[[str], None]] = field(default_factory=dict)
 
     def join(self, end: Callable[[str], None]) -> Share:
         """A part for a connection or a call. end: ends it, which has to `leave`."""
-        share = Share(self, end)
-        self.shares.add(share)
+        share = Share(self)
+        self.shares[share] = end
         return share
 
 
@@ -35,7 +36,6 @@ class Share:
     """The part of what is held that one connection makes the server hold, or one call."""
 
     held: Held
-    end: Callable[[str], None]
     num_bytes: int = 0
 
     def take(self, num_bytes: int) -> None:
@@ -45,7 +45,7 @@ class Share:
         held.num_bytes += num_bytes
         if held.num_bytes > held.max_bytes:
             most = max(held.shares, key=lambda one: one.num_bytes)
-            most.end(
+            held.shares[most](
                 "the server holds too much for this connection: it has to read its replies sooner, or to send less"
             )
 
@@ -57,6 +57,6 @@ class Share:
 
     def leave(self) -> None:
         """What it is of is over, and what that held is dropped. Idempotent."""
-        self.held.shares.discard(self)
+        self.held.shares.pop(self, None)
         self.held.num_bytes -= self.num_bytes
         self.num_bytes = 0

@@ -7,6 +7,7 @@ So calls are counted until gRPC is done with them, and refused before anything i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 import grpc
@@ -41,6 +42,14 @@ def too_much_unread() -> RequestError:
     return RequestError(Reason.REPLIES_UNREAD, message, retry_after_s=UNREAD_RETRY_S)
 
 
+def when_done(call_back: Callable[[asyncio.Task[Any]], object]) -> None:
+    """Have something called when gRPC is done with the call of this task, and has sent its reply. Not by the call's
+    context, which that would refer to itself: such a circle waits for the garbage collector, and everybody for that."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(call_back)
+
+
 class Gate:
     """Counts what clients have, connection by connection. Belongs to the event loop."""
 
@@ -61,7 +70,7 @@ class Gate:
         entered = Entered(self, calls, client)
         entered.check_unread()
         calls.take(client, 1)
-        context.add_done_callback(entered.leave)
+        when_done(entered.leave)
         return entered
 
 
@@ -102,7 +111,7 @@ class Entered:
         self._held_until_s = asyncio.get_running_loop().time() + seconds
         await asyncio.sleep(seconds)
 
-    def leave(self, context: Any) -> None:
+    def leave(self, task: asyncio.Task[Any]) -> None:
         """gRPC is done with the call."""
         loop = asyncio.get_running_loop()
         if self._held_until_s > loop.time():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -113,16 +113,16 @@ class StateTransfer:
     def _gather_tokens(self, sections: Sequence[Section], pages: NDArray[np.int32], memory: Bytes) -> None:
         for section in sections:
             memory[section.offset + section.num_bytes : section.end] = 0
-        for block, taken, ordered, targets, index in self._token_pieces(sections, pages, torch.from_numpy(memory)):
+        for block, taken, ordered, crossings, index in self._token_pieces(sections, pages, torch.from_numpy(memory)):
             torch.index_select(block, 1, index, out=taken)
             tokens = ordered.shape[2]
             ordered.copy_(taken.flatten(1, 2)[:, :tokens].transpose(1, 2))
-            for target, values in zip(targets, ordered, strict=True):
+            for target, values in crossings:
                 target.copy_(values, non_blocking=True)
 
     def _scatter_tokens(self, sections: Sequence[Section], pages: NDArray[np.int32], host: Tensor) -> None:
-        for block, taken, ordered, sources, index in self._token_pieces(sections, pages, host):
-            for source, values in zip(sources, ordered, strict=True):
+        for block, taken, ordered, crossings, index in self._token_pieces(sections, pages, host):
+            for source, values in crossings:
                 values.copy_(source, non_blocking=True)
             by_token, tokens = taken.flatten(1, 2), ordered.shape[2]
             by_token[:, tokens:].zero_()
@@ -131,11 +131,12 @@ class StateTransfer:
 
     def _token_pieces(
         self, sections: Sequence[Section], pages: NDArray[np.int32], host: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor]]:
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]], Tensor]]:
         """Keys and values, as many layers at once as staging memory has room for, else as many heads of one.
 
         Yields part of a block `[n, all pages, page_size, H, D]`, room for its pages `[n, pages, page_size, H, D]`, room
-        for the tokens `[n, H, tokens, D]`, n places in host memory `[H, tokens, D]`, and the pages, int64.
+        for the tokens `[n, H, tokens, D]`, places in host memory beside what of that room crosses there, and the pages,
+        int64.
         """
         found: dict[tuple[int, Part], Section] = {
             (one.number, one.part): one for one in sections if one.part in (Part.KEYS, Part.VALUES)
@@ -155,8 +156,7 @@ class StateTransfer:
                     n, heads = part.shape[0], part.shape[3]
                     taken = _shaped(self._beside, block.dtype, (n, len(pages), page_size, heads, size))
                     ordered = _shaped(self._staged, block.dtype, (n, heads, tokens, size))
-                    places = [_viewed(host, section)[head : head + heads] for section in alike]
-                    yield part, taken, ordered, places, index
+                    yield part, taken, ordered, _crossings(host, alike, ordered, head), index
 
 
 def _runs(
@@ -173,6 +173,16 @@ def _runs(
             if some:
                 yield first + at, tokens, some
         first += len(alike)
+
+
+def _crossings(host: Tensor, sections: Sequence[Section], ordered: Tensor, head: int) -> list[tuple[Tensor, Tensor]]:
+    """Places in host memory of some heads of sections, from `head` on, beside them, `[n, H, tokens, D]`: all at once
+    where sections follow each other without a gap."""
+    first, heads = sections[0], ordered.shape[1]
+    if heads == first.shape[0] and all(one.offset + one.num_bytes == other.offset for one, other in pairwise(sections)):
+        return [(_shaped(host[first.offset :], ordered.dtype, ordered.shape), ordered)]
+    places = (_viewed(host, section)[head : head + heads] for section in sections)
+    return list(zip(places, ordered, strict=True))
 
 
 def staging_bytes(layout: StateLayout, kv: KvPlan | None) -> int:

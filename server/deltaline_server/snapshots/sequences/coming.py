@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.principal import Principal
+from deltaline_server.snapshots.exchange import Arrived
 from deltaline_server.snapshots.header import StateFileError, StateHeader
 from deltaline_server.snapshots.sequences.rules import check_ahead
 from deltaline_server.snapshots.stream import refused
@@ -57,25 +59,26 @@ class Coming:
         elif self._slot is None:
             self._wholes.check_room(self._owner)
 
-    async def land(self, received: AbstractAsyncContextManager[StateHeader]) -> None:
-        """Receive pages for which there is room. They are written while the next come, and to the end where the call
-        ends meanwhile. Raises what receiving them raises, and what became of those before."""
+    async def land(self, arrived: AbstractAsyncContextManager[Arrived]) -> None:
+        """Receive pages for which there is room. They are judged and written while the next come, and to the end where
+        the call ends meanwhile. Raises what receiving them raises, and what became of those before."""
         held = AsyncExitStack()
         try:
-            header = await held.enter_async_context(received)
+            header, judged = await held.enter_async_context(arrived)
             await self.landed()
         except BaseException:
             await held.aclose()
             raise
-        self._landing = asyncio.ensure_future(self._land(held, header))
+        self._landing = asyncio.ensure_future(self._land(held, header, judged))
 
     async def landed(self) -> None:
         """Wait for the pages that came last. Raises what became of them."""
         if self._landing is not None:
             await asyncio.shield(self._landing)
 
-    async def _land(self, held: AsyncExitStack, header: StateHeader) -> None:
+    async def _land(self, held: AsyncExitStack, header: StateHeader, judged: Callable[[], Awaitable[None]]) -> None:
         async with held:
+            await judged()
             if self._slot is not None:
                 await self._wholes.land_pages(self._slot, header)
 

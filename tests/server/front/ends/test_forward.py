@@ -12,6 +12,7 @@ import grpc
 import pytest
 from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
+from rigs.garbage import nothing_left
 from rigs.raw_link import TIMEOUT_S, Packet, RawLink
 
 from deltaline import link
@@ -94,6 +95,20 @@ async def test_a_call_goes_on_with_its_client_deadline_and_metadata(front: Front
     assert set(metadata[:2]) < set(link.read_metadata(envelope.metadata))
     await front.say(link.MESSAGE, envelope.call, b"reply", flags=link.LAST)
     assert await calling == b"reply"
+
+
+@pytest.mark.parametrize("path", [STEP, STREAM])
+async def test_a_call_that_is_over_leaves_nothing_to_the_garbage_collector(front: Front, path: str) -> None:
+    """Its pauses, when it has much to look at, are what others wait for."""
+    with nothing_left("deltaline", "grpc._cython.cygrpc._ServicerContext"):
+        for _ in range(4):  # gRPC keeps its last ones
+            calling = front.channel.stream_stream(path)(iter([b"body"]))
+            call = (await front.receive(link.CALL)).envelope.call
+            if path == STREAM:
+                await front.receive(link.MESSAGE)
+            await front.say(link.MESSAGE, call, b"reply", flags=link.LAST)
+            assert [reply async for reply in calling] == [b"reply"]
+        await asyncio.sleep(0.01)
 
 
 async def test_a_refusal_is_kept_back_as_long_as_the_core_says(front: Front) -> None:

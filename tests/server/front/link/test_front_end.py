@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import code_pb2
+from rigs.garbage import nothing_left
 from rigs.raw_link import TIMEOUT_S, Packet, RawLink
 from rigs.until import until
 
@@ -90,7 +91,15 @@ async def rig() -> AsyncIterator[Rig]:
     await asyncio.gather(*made.connection.tasks, return_exceptions=True)
     await asyncio.sleep(0)
     await made.regions.close()
-    assert made.held.num_bytes == 0 and made.held.shares == set()
+    assert made.held.num_bytes == 0 and not made.held.shares
+
+
+async def test_a_call_that_is_over_leaves_nothing_to_the_garbage_collector(rig: Rig) -> None:
+    """Its pauses, when it has much to look at, are what others wait for."""
+    with nothing_left("deltaline"):
+        await rig.go(1, b"ask", b"ipv4:10.0.0.1:5", flags=link.LAST)
+        await rig.packet(link.MESSAGE)
+        await asyncio.sleep(0.01)
 
 
 async def test_calls_are_from_whom_it_says(rig: Rig) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from rigs.scheduler_rig import refuses
@@ -23,17 +21,22 @@ class Context:
 
     def __init__(self, client: str = "a") -> None:
         self._client = client
-        self.callbacks = list[Callable[[Any], None]]()
 
     def peer(self) -> str:
         return self._client
 
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        self.callbacks.append(callback)
 
-    def end(self) -> None:
-        for callback in self.callbacks:
-            callback(self)
+async def held(made: Gate, seconds: float) -> None:
+    """A call whose refusal is kept back for so long: its task is gRPC's."""
+    await made.enter(METHOD, Context()).hold(seconds)
+
+
+async def given_up(made: Gate, seconds: float) -> None:
+    """The same, whose client leaves at once."""
+    holding = asyncio.create_task(held(made, seconds))
+    await asyncio.sleep(0)
+    holding.cancel()
+    await asyncio.wait([holding])
 
 
 async def test_a_call_that_is_given_up_while_its_refusal_is_kept_back_keeps_its_place(
@@ -42,11 +45,7 @@ async def test_a_call_that_is_given_up_while_its_refusal_is_kept_back_keeps_its_
     monkeypatch.setattr(gate, "MAX_CALLS", 8)
     made = Gate()
     for _ in range(4):
-        context = Context()
-        holding = asyncio.create_task(made.enter(METHOD, context).hold(3600))
-        await asyncio.sleep(0)
-        holding.cancel()
-        context.end()
+        await given_up(made, 3600)
     assert made.calls.used == 4
     with refuses(Reason.TOO_MANY_CALLS):
         made.enter(METHOD, Context())
@@ -64,13 +63,10 @@ async def test_watches_leave_probes_their_places(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_its_place_is_free_once_its_time_is_over() -> None:
-    made, early, late = Gate(), Context(), Context()
-    holding = asyncio.create_task(made.enter(METHOD, early).hold(0.05))
-    await asyncio.sleep(0)
-    early.end()
+    made = Gate()
+    await given_up(made, 0.05)
     assert made.calls.used == 1
-    await made.enter(METHOD, late).hold(0)
-    late.end()
+    await asyncio.create_task(held(made, 0))
+    await asyncio.sleep(0)
     assert made.calls.used == 1, "a place that nothing keeps is free at once"
     await until(lambda: not made.calls.used)
-    await holding

@@ -24,7 +24,7 @@ from rigs.whole_sequences import Traveller, check_idle, imported, imported_by, o
 from deltaline_server.errors import Reason
 from deltaline_server.principal import ANONYMOUS, Principal
 from deltaline_server.snapshots import states
-from deltaline_server.snapshots.header import PREAMBLE, StateHeader
+from deltaline_server.snapshots.header import PREAMBLE, Flaw, StateFileError, StateHeader
 from deltaline_server.snapshots.layout import SpanProgress
 from deltaline_server.snapshots.sequences.coming import Coming
 
@@ -268,16 +268,54 @@ async def test_pages_that_fail_behind_a_call_that_ended_are_nobody_s_error(
     spans = (SpanProgress(position=PAGE_SIZE),)
     coming.expect(StateHeader(bytes(16), bytes(32), "anonymous", spans, is_sequence=True, is_pages=True))
 
-    @asynccontextmanager
-    async def received() -> AsyncIterator[Any]:
-        yield SimpleNamespace(id=b"")
+    async def judged() -> None: ...
 
-    await coming.land(received())
+    @asynccontextmanager
+    async def arrived() -> AsyncIterator[Any]:
+        yield SimpleNamespace(id=b""), judged
+
+    await coming.land(arrived())
     await asyncio.sleep(0)
     coming.end()
     del coming
     gc.collect()
     assert ended == [7] and "never retrieved" not in caplog.text
+
+
+async def test_pages_are_judged_while_the_next_come_and_written_only_where_they_are_sound() -> None:
+    landed, goes_on = list[bytes](), asyncio.Event()
+
+    async def land(_: int, header: Any) -> None:
+        landed.append(header.id)
+
+    wholes: Any = SimpleNamespace(
+        make_room=lambda *_: 7, paged_spans=frozenset((0,)), end=lambda _: None, land_pages=land
+    )
+    coming = Coming(wholes, ANONYMOUS)
+    spans = (SpanProgress(position=PAGE_SIZE),)
+    coming.expect(StateHeader(bytes(16), bytes(32), "anonymous", spans, is_sequence=True, is_pages=True))
+
+    async def judged() -> None:
+        await goes_on.wait()
+
+    async def refused() -> None:
+        raise StateFileError(Flaw.DIGEST, "another")
+
+    @asynccontextmanager
+    async def arrived(id: bytes, judged: Any) -> AsyncIterator[Any]:
+        came.append(id)
+        yield SimpleNamespace(id=id), judged
+
+    came = list[bytes]()
+    await coming.land(arrived(b"1", judged))
+    second = asyncio.create_task(coming.land(arrived(b"2", refused)))
+    await asyncio.sleep(0)
+    assert came == [b"1", b"2"] and not landed
+    goes_on.set()
+    await second
+    with pytest.raises(StateFileError, match="another"):
+        await coming.landed()
+    assert landed == [b"1"]
 
 
 async def test_a_rest_whose_pages_are_gone_opens_nothing(pair: Any) -> None:

@@ -84,7 +84,9 @@ async def test_each_section_is_judged_once_as_a_copy_of_what_came(
             lent.append(at)
             yield Lent(piece.data, partial(give_back, at, piece)) if is_lent else piece.tobytes()
 
-    await Arriving(pieces()).read_state(Filling(threads, STORED, memory, judge), is_last=True)
+    filling = Filling(threads, STORED, memory, judge)
+    await Arriving(pieces()).read_state(filling, is_last=True)
+    await filling.judged()
     np.testing.assert_array_equal(memory, whole)
     assert sorted(judged, key=lambda one: one.offset) == list(SECTIONS)
     assert not lent or not is_lent
@@ -98,6 +100,7 @@ async def test_what_judges_refuse_is_told_of_the_first_section(threads: StateThr
 
     async with Filling(threads, STORED, np.zeros(state_bytes(SECTIONS), dtype=np.uint8), judge) as filling:
         await filling.add(memoryview(content(1).tobytes()))
+        await filling.filled()
         with pytest.raises(StateFileError, match="2"):
             await filling.judged()
 
@@ -108,6 +111,7 @@ async def test_judges_are_asked_of_sections_alone(threads: StateThreads) -> None
     memory = np.zeros(state_bytes(stored.sections), dtype=np.uint8)
     async with Filling(threads, stored, memory, asked.append) as filling:
         await filling.add(memoryview(bytearray(len(memory))))
+        await filling.filled()
         await filling.judged()
     assert asked == [SECTIONS[:1]]
 
