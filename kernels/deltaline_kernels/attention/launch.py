@@ -102,7 +102,7 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
     else:
         _launch_attend(queries, keys, rows, tile, programs, shared, overlap=overlap, **constants, **items)
     if split:
-        channels, splits = choose_parts(heads.value_dim, rows.num_rows * max_length * heads.num_queries)
+        channels, splits = choose_parts(heads.value_dim, tile.columns, rows.num_rows * max_length * heads.num_queries)
         parts = max_length * heads.num_queries * cdiv(heads.value_dim, channels)
         at_once = max(1, min(rows.num_rows, COMBINES * num_processors(q.device) // parts))
         options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
