@@ -36,8 +36,9 @@ from deltaline_server.step import Limits
 
 # Long rows of a batch. Each has to be large for its kernels to be fast.
 MAX_LONG_ROWS = 8
-# How long a server over ranks has to end once one of them is gone.
-END_S = 10.0
+# How long a server over ranks has to end once one of them is gone, in which callers are told. Threads may wait for ever
+# for a device that waits for what that rank sends.
+END_S = 3.5
 
 
 @dataclass(frozen=True)

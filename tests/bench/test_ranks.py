@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import ranks
 import torch
+from torch import Tensor
 
 from deltaline_bench.model.shapes import EXPERTS_80B
+from deltaline_bench.ranks.graph import Captured, captured
 from deltaline_bench.ranks.models import MODELS
 from deltaline_server.models.families.table import FAMILIES
 from deltaline_server.models.model import ModelOptions, check_model
@@ -50,3 +54,20 @@ def test_a_family_is_compared_and_its_states_carried() -> None:
 def test_a_part_without_time_is_named_and_keeps_none_from_its_turn() -> None:
     code, lines = run("--within", "0", "--part", "orders", "--part", "sums")
     assert code == 1 and lines[-1] == "failed: orders (no time was left), sums (no time was left)"
+
+
+def test_a_graph_keeps_what_its_replays_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the allocator would give to others, and unmap before it captures the next graph."""
+    monkeypatch.setattr(torch, "cuda", MagicMock())
+    kept: list[weakref.ref[Tensor]] = []
+
+    def doubled() -> Captured[Tensor]:
+        x = torch.ones(1)
+        kept.append(weakref.ref(x))
+        return captured(lambda: 2 * x)
+
+    graph = doubled()
+    [x] = kept
+    assert x() is not None and float(graph.made) == 2
+    del graph
+    assert x() is None

@@ -75,6 +75,33 @@ def test_parts_cover_the_row_and_run_at_once(num_heads: int, length: int) -> Non
             assert plan.num_parts * num_heads * 2 <= family.PROGRAMS
 
 
+@pytest.mark.parametrize("num_heads", [1, 3, 8, 64])
+@pytest.mark.parametrize("length", [4097, 8191, 1_000_000])
+def test_pieces_cover_all_parts_but_the_last(num_heads: int, length: int) -> None:
+    heads = mamba(num_heads)
+    plan = mamba2.choose_plan(heads, 1, length, length)
+    pieces = mamba2.choose_pieces(heads, 1, plan)
+    assert pieces.num_parts * pieces.part_length == (plan.num_parts - 1) * plan.part_length > 0
+    assert plan.part_length % pieces.part_length == pieces.part_length % mamba2.CHUNK == 0
+    assert pieces.num_parts * num_heads <= mamba2.PROGRAMS
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_rows", "plan", "expected"),
+    [
+        pytest.param(128, 1, RowSplits(2, 4096), RowSplits(2, 2048), id="two-parts"),
+        pytest.param(16, 1, RowSplits(16, 2048), RowSplits(15, 2048), id="as-many-parts-as-run"),
+        pytest.param(64, 1, RowSplits(2, 576), RowSplits(1, 576), id="short-parts"),
+        pytest.param(16, 1, RowSplits(3, 2112), RowSplits(6, 704), id="pieces-are-chunks"),
+        pytest.param(128, 1, RowSplits(1, 100), RowSplits(1, 100), id="whole"),
+    ],
+)
+def test_ends_of_parts_are_found_in_pieces_that_run_at_once(
+    num_heads: int, num_rows: int, plan: RowSplits, expected: RowSplits
+) -> None:
+    assert mamba2.choose_pieces(mamba(num_heads), num_rows, plan) == expected
+
+
 @pytest.mark.parametrize(
     ("state_dim", "lengths", "expected"),
     [

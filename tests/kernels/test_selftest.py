@@ -32,7 +32,6 @@ from deltaline_kernels import (
 )
 from deltaline_kernels.device.delta_rule.inputs import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
-from deltaline_kernels.kda.plan import MANY_HEADS as MANY_WALKED_HEADS
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.moe import plan, route_tokens_reference
 from deltaline_kernels.selftest import attention as attention_selftest
@@ -43,7 +42,7 @@ from deltaline_kernels.selftest import mhc as mhc_selftest
 from deltaline_kernels.selftest import moe as moe_selftest
 from deltaline_kernels.selftest import parts as parts_selftest
 from deltaline_kernels.selftest import run as selftest
-from deltaline_kernels.selftest.shapes import Shapes, batches, many_prefills
+from deltaline_kernels.selftest.shapes import MANY_WALKED, Shapes, batches, one_and_many_prefills
 
 
 def families(recurrence: str, *more: str) -> set[str]:
@@ -330,8 +329,16 @@ def test_few_and_many_rows_of_any_number_of_heads(num_heads: int) -> None:
         programs = [rows.num_rows * num_heads for rows in found if least <= rows.max_length <= most]
         assert min(programs) < min(MANY_DELTA_HEADS, MANY_MAMBA_HEADS)
         assert max(programs) >= max(MANY_DELTA_HEADS, MANY_MAMBA_HEADS)
-    long, kept = many_prefills(num_heads, 4, "meta").values()
-    assert long.num_rows * num_heads >= MANY_WALKED_HEADS and long.waypoints is None and kept.waypoints is not None
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 32, 64, 128, 200])
+@pytest.mark.parametrize("recurrence", MANY_WALKED)
+def test_few_and_many_heads_of_long_rows(recurrence: str, num_heads: int) -> None:
+    """By either walk, without and with a waypoint."""
+    least = MANY_WALKED[recurrence]
+    one, one_kept, many, many_kept = one_and_many_prefills(least, num_heads, 4, "meta").values()
+    assert one.num_rows * num_heads < least <= many.num_rows * num_heads
+    assert [rows.waypoints is None for rows in (one, one_kept, many, many_kept)] == [True, False, True, False]
 
 
 def shapes_of(recurrence: str, heads: DeltaHeads) -> Shapes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
@@ -12,9 +13,25 @@ Made = TypeVar("Made")
 WARM_UP_CALLS = 3
 
 
-def captured(call: Callable[[], Made], calls: int = 1) -> tuple[torch.cuda.CUDAGraph, Made]:
-    """Capture so many calls in a graph, behind some that warm up, and replay it once; the graph, and what its last call
-    makes."""
+@dataclass(frozen=True)
+class Captured(Generic[Made]):
+    """Calls in a graph.
+
+    Attributes:
+        graph: of the calls. made: what the last one makes, again in every replay.
+        call: held, as every replay reads the tensors that it has.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    made: Made
+    call: Callable[[], Made]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def captured(call: Callable[[], Made], calls: int = 1) -> Captured[Made]:
+    """Capture so many calls in a graph, behind some that warm up, and replay it once."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -28,4 +45,4 @@ def captured(call: Callable[[], Made], calls: int = 1) -> tuple[torch.cuda.CUDAG
         made = call()
     graph.replay()
     torch.cuda.synchronize()
-    return graph, made
+    return Captured(graph, made, call)

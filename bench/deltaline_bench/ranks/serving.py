@@ -26,8 +26,10 @@ from deltaline_cli.health import SERVICE, ask
 from deltaline_client import Client, DeltalineError, Retry, StepError
 
 KILLS, LOADED_S, MAX_ERROR = 5, 1.0, 1e-4
-# Until readiness is off, and until nothing is left: of a rank that stands still that is seen after some seconds.
-UNREADY_S, END_S, STOPPED_END_S = 5.0, 12.0, 20.0
+# Until readiness is off, and until a server that was told to end has.
+UNREADY_S, END_S = 5.0, 12.0
+# Until nothing is left behind a kill; of a rank that stands still that is seen after some seconds.
+KILLED_END_S, STOPPED_END_S = 5.0, 20.0
 # Of a state's file: where that tells how long the part is that says when it was made, and of whom.
 HEADER_LENGTH = slice(12, 16)
 SIZES = ("--max-sequences", "8", "--batch-rows", "4", "--chunk-tokens", "256", "--host-state-bytes", "16MiB")
@@ -116,7 +118,7 @@ def _end(figures: Figures, config: Path, world_size: int, answers: Values, how: 
             time.sleep(0.05)
         unready_s = time.monotonic() - begin_s
         try:
-            code: int | None = server.process.wait(END_S if number == signal.SIGKILL else STOPPED_END_S)
+            code: int | None = server.process.wait(KILLED_END_S if number == signal.SIGKILL else STOPPED_END_S)
         except subprocess.TimeoutExpired:
             code = None
         took_s = time.monotonic() - begin_s

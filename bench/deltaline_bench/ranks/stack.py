@@ -16,7 +16,7 @@ from torch import Tensor
 from deltaline_bench.model.profile import trace, write_profile
 from deltaline_bench.model.shapes import DENSE_27B
 from deltaline_bench.ranks.figures import Figures
-from deltaline_bench.ranks.graph import captured
+from deltaline_bench.ranks.graph import Captured, captured
 from deltaline_kernels import Rows
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.model import ModelOptions, load_model
@@ -76,7 +76,7 @@ class _Layers:
         self._model = model = load_model(options)
         self._pool = model.make_pool(StateOptions(LINES, 4, page_size=PAGE))
 
-    def decode(self, num_rows: int) -> torch.cuda.CUDAGraph:
+    def decode(self, num_rows: int) -> Captured[Tensor]:
         """Of so many rows, each behind CONTEXT tokens."""
         control = torch.zeros(7, num_rows + 1, dtype=torch.int32)
         control[0] = torch.arange(num_rows + 1)
@@ -86,19 +86,19 @@ class _Layers:
         table = 1 + torch.arange(LINES * pages, dtype=torch.int32, device=self._model.device).view(LINES, pages)
         return self._capture(Rows(control.to(self._model.device), num_rows, 1, 1), num_rows, table)
 
-    def prefill(self) -> torch.cuda.CUDAGraph:
+    def prefill(self) -> Captured[Tensor]:
         """Of PREFILL tokens of one row."""
         control = torch.tensor([[0, PREFILL], [0, 0], [1, 0], [PREFILL, 0], [0, 0], [0, 0], [0, 0]], dtype=torch.int32)
         table = torch.arange(1, PREFILL // PAGE + 1, dtype=torch.int32, device=self._model.device)[None]
         return self._capture(Rows(control.to(self._model.device), 0, 4, PREFILL), PREFILL, table)
 
     @torch.inference_mode()
-    def _capture(self, rows: Rows, tokens: int, table: Tensor) -> torch.cuda.CUDAGraph:
+    def _capture(self, rows: Rows, tokens: int, table: Tensor) -> Captured[Tensor]:
         model, pool = self._model, self._pool
         pool.place_rows(torch.arange(1, len(table) + 1, device=model.device), table)
         source = torch.Generator(model.device).manual_seed(3)
         hidden = torch.randn(tokens, model.hidden_size, device=model.device, generator=source).to(model.dtype)
-        return captured(lambda: model.forward(0, hidden, rows, pool))[0]
+        return captured(lambda: model.forward(0, hidden, rows, pool))
 
 
 def _times(layers: _Layers) -> dict[str, float]:
@@ -107,7 +107,7 @@ def _times(layers: _Layers) -> dict[str, float]:
     return found | {f"prefill of {PREFILL} tokens": _time(layers.prefill(), calls=1)}
 
 
-def _time(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+def _time(graph: Captured[Tensor], calls: int) -> float:
     took: list[float] = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()

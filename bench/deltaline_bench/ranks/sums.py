@@ -100,8 +100,8 @@ def _alternate(figures: Figures, group: Group, ways: Mapping[str, Way], device: 
     """Replays between waits of the host, which one rank delays: whether none stalls; the part has a time limit."""
     x = _drawn(group, 64, device)
     for name, way in ways.items():
-        graph, out = captured(lambda: way(x))  # noqa: B023 - called before the next turn
-        before = out.clone()
+        graph = captured(lambda: way(x))  # noqa: B023 - called before the next turn
+        before = graph.made.clone()
         begin_s = time.monotonic()
         for turn in range(ALTERNATIONS):
             if turn % 50 == 7 * (group.place.rank + 1):
@@ -109,7 +109,9 @@ def _alternate(figures: Figures, group: Group, ways: Mapping[str, Way], device: 
             graph.replay()
             torch.cuda.synchronize(device)
         took_s = time.monotonic() - begin_s
-        figures.check(f"{ALTERNATIONS} replays between waits: {name}", torch.equal(out, before), f"{took_s:.2f} s")
+        figures.check(
+            f"{ALTERNATIONS} replays between waits: {name}", torch.equal(graph.made, before), f"{took_s:.2f} s"
+        )
 
 
 def _drawn(group: Group, rows: int, device: torch.device) -> Tensor:
@@ -124,7 +126,7 @@ def _is_same_on_all(group: Group, made: Tensor) -> bool:
 
 def _time(group: Group, call: Callable[[], object]) -> float:
     """Microseconds of a call, the median of replays of CALLS of them."""
-    graph, _ = captured(call, CALLS)
+    graph = captured(call, CALLS)
     took: list[float] = []
     for _ in range(ROUNDS):
         dist.barrier()

@@ -41,7 +41,7 @@ ROW_THREADS, LOAD_BYTES = 4, 16
 SUB = 16
 # Parts of the state per program, registers, and records that are asked for before the state has come, for few and for
 # many programs. Each is one warp: several would exchange operands. Measurements: docs/log.md.
-FEW, MANY = (1, 168, 2), (2, 255, 4)
+FEW, MANY = (1, 168, 2), (2, 255, 3)
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -144,8 +144,6 @@ def _verify(
         to_outputs = tl.where(o_row >= o_column, qk * decay * factor_q[:, None], 0.0)
         total_k, total_q = total * factor_k, total * factor_q
 
-    # Once more: what a branch leaves, Triton lays out anew. Asked for here, they come while the state does.
-    keys = load_tokens(p_k, p_q, n, k_stride, q_stride, K, BLOCK_K)
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
         tile = scale(tile, kept, PARTS * BLOCKS)
@@ -161,6 +159,8 @@ def _verify(
     if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
         store_tile(p_new, tile, o_v[:, None], V, K, PARTS, SUB, BLOCK_K)
 
+    # Once more: to keep them, or to have them come while records are folded, takes registers that the state needs.
+    keys = load_tokens(p_k, p_q, n, k_stride, q_stride, K, BLOCK_K)
     pairs = order_tokens(keys, BLOCK_K, BLOCKS)
     seen_k, seen_q = multiply_pairs(tile, pairs, PARTS, SUB, BLOCK_K, BLOCKS, EXACT=True)
     # Row t is u_t as soon as what the tokens before it add is in it.

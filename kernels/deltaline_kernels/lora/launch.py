@@ -1,6 +1,6 @@
-"""Order of the LoRA kernels on a GPU: both halves in one launch, or a shrink and an expand that starts beside it.
+"""Order of the LoRA kernels on a GPU: a shrink, and an expand that starts beside it.
 
-The last two are other kernels for tiles of many tokens with high ranks.
+They are other kernels for tiles of many tokens with high ranks.
 """
 
 import torch
@@ -8,16 +8,7 @@ from torch import Tensor
 
 from deltaline_kernels.lora.dense import empty_halves, launch_expand_dense, launch_shrink_dense
 from deltaline_kernels.lora.expand import launch_expand
-from deltaline_kernels.lora.fused import launch_fused
-from deltaline_kernels.lora.plan import (
-    DensePlan,
-    find_bucket,
-    pad_rank,
-    plan_dense,
-    plan_expand,
-    plan_fused,
-    plan_shrink,
-)
+from deltaline_kernels.lora.plan import DensePlan, find_bucket, pad_rank, plan_dense, plan_expand, plan_shrink
 from deltaline_kernels.lora.shrink import launch_shrink
 from deltaline_kernels.lora.tiles import AdapterTiles
 from deltaline_kernels.lora.weights import LoraWeights
@@ -44,10 +35,6 @@ def add_lora_triton(x: Tensor, out: Tensor, weights: LoraWeights, tiles: Adapter
         launch_expand_dense(halves, weights.of_outputs, out, tiles, dense, dependent=overlap)
         return
     bucket = find_bucket(num_tokens, rank)
-    fused = plan_fused(bucket, num_tokens, rank, inputs, x.dtype)
-    if fused is not None:
-        launch_fused(x, out, weights, tiles, fused)
-        return
     shrink = plan_shrink(bucket, num_tokens, rank, inputs, x.dtype)
     size = (shrink.splits, tiles.num_tiles, tiles.rows, len(weights.sizes), pad_rank(rank))
     sums = torch.empty(size, dtype=torch.float32, device=x.device)

@@ -26,8 +26,8 @@ MAX_STAGES = 5
 
 
 @dataclass(frozen=True)
-class SumsPlan:
-    """Programs of `block_m` tokens and a slice, each with `steps` blocks of `block_k` inputs in `ways` parts.
+class ShrinkPlan:
+    """`splits` programs per `block_m` tokens and slice, each with `steps` blocks of `block_k` inputs in `ways` parts.
 
     `programs`: about so many at once; those of a large batch have several tiles.
     """
@@ -41,9 +41,10 @@ class SumsPlan:
     stages: int
     eager_rows: int
     programs: int
+    splits: int
 
     def options(self, rows: int) -> dict[str, int]:
-        """Return what a kernel is compiled with that computes sums, for tiles of `rows` tokens."""
+        """Return what the kernel is compiled with for tiles of `rows` tokens."""
         return {
             "BLOCK_M": self.block_m,
             "PIECES": rows // self.block_m,
@@ -55,20 +56,6 @@ class SumsPlan:
             "num_warps": self.warps,
             "num_stages": self.stages,
         }
-
-
-@dataclass(frozen=True)
-class ShrinkPlan(SumsPlan):
-    """`splits` programs per `block_m` tokens and slice."""
-
-    splits: int
-
-
-@dataclass(frozen=True)
-class FusedPlan(SumsPlan):
-    """One launch: a program of `block_n` outputs computes its tile's sums itself, as a shrink without splits does."""
-
-    block_n: int
 
 
 @dataclass(frozen=True)
@@ -133,14 +120,12 @@ class Bucket:
     """A row of the table: batches of at most `tokens` tokens and weights of at most `rank` ranks.
 
     Args:
-        fused: one launch, with so many outputs per program, inputs at a time and warps; or None for two launches.
         shrink: programs per tile, and inputs at a time.
         expand: outputs at a time, times per program, warps, and registers of a thread, None for as many as it takes.
     """
 
     tokens: int
     rank: int
-    fused: tuple[int, int, int] | None
     shrink: tuple[int, int]
     expand: tuple[int, int, int, int | None]
 
@@ -148,17 +133,17 @@ class Bucket:
 # So few tokens wait more than they load: the first rows of A are on their way before the rank is known.
 EAGER_TOKENS = 64
 ANY = 1 << 62
-# Measured, but for those of at most 8 tokens, of 64 with any rank and of 2,048: these follow their neighbours.
+# Measured, but for those of 8 tokens, of 64 with any rank and of 2,048: these follow their neighbours.
 BUCKETS = (
-    Bucket(2, 16, (128, 256, 4), (16, 64), (128, 1, 4, None)),
-    Bucket(8, 16, None, (16, 64), (128, 1, 4, None)),
-    Bucket(8, ANY, None, (16, 128), (128, 1, 8, None)),
-    Bucket(64, 16, None, (8, 256), (256, 2, 8, None)),
-    Bucket(64, ANY, None, (8, 128), (128, 1, 8, None)),
-    Bucket(FEW_TOKENS, 16, None, (2, 256), (256, 2, 8, None)),
-    Bucket(FEW_TOKENS, ANY, None, (8, 64), (64, 4, 4, None)),
-    Bucket(2048, ANY, None, (4, 128), (128, 4, 4, None)),
-    Bucket(ANY, ANY, None, (1, 128), (128, 16, 4, None)),
+    Bucket(2, 16, (16, 128), (128, 1, 4, None)),
+    Bucket(8, 16, (16, 64), (128, 1, 4, None)),
+    Bucket(8, ANY, (16, 128), (128, 1, 8, None)),
+    Bucket(64, 16, (8, 256), (128, 2, 4, None)),
+    Bucket(64, ANY, (8, 128), (128, 1, 8, None)),
+    Bucket(FEW_TOKENS, 16, (2, 256), (256, 2, 8, None)),
+    Bucket(FEW_TOKENS, ANY, (8, 64), (64, 4, 4, None)),
+    Bucket(2048, ANY, (4, 128), (128, 4, 4, None)),
+    Bucket(ANY, ANY, (1, 128), (128, 16, 4, None)),
 )
 # Measured, for ranks of 256 up to 1,024 tokens, of 128 up to 2,048, and of 64 and 256 with 8,192.
 DENSE_BUCKETS = (
@@ -167,8 +152,6 @@ DENSE_BUCKETS = (
     DenseBucket(ANY, 64, (64, 64, 4, 4), (128, 64, 4, 2, False, None)),
     DenseBucket(ANY, ANY, (128, 64, 8, 4), (128, 32, 8, 4, False, 128)),
 )
-# In one launch every program reads all inputs: with more of them, splitting pays.
-FUSED_INPUTS = 4096
 # The products of fp32 are not those of the tensor cores: smaller blocks, which fit in registers.
 EXACT_K, EXACT_N, EXACT_R = 64, 64, 16
 SHRINK_PROGRAMS, EXPAND_PROGRAMS, DENSE_PROGRAMS = 1056, 4224, 4224
@@ -200,9 +183,25 @@ def plan_shrink(bucket: Bucket, num_tokens: int, rank: int, inputs: int, dtype: 
     """Return how the sums are computed."""
     splits, most = bucket.shrink
     exact = dtype == torch.float32
-    sums = _plan_sums(num_tokens, rank, -(-inputs // splits), most, SHRINK_WARPS, exact=exact)
-    splits = -(-inputs // (sums["steps"] * sums["block_k"]))
-    return ShrinkPlan(**sums, programs=SHRINK_PROGRAMS, splits=splits)
+    part, rows = -(-inputs // splits), piece_rows(num_tokens)
+    block_r = EXACT_R if exact else min(SHRINK_RANKS, _power(rank))
+    # Parts of the inputs give each warp columns of its own.
+    ways = 1 if exact or rows != SMALL_TILE else max(1, SHRINK_WARPS * RANK_UNIT // block_r)
+    # A power of two that covers the inputs if it can, and gives each part what a product takes.
+    block_k = max(ways * RANK_UNIT, min(EXACT_K if exact else most, _power(part)))
+    steps = -(-part // block_k)
+    return ShrinkPlan(
+        block_m=rows,
+        block_k=block_k,
+        steps=steps,
+        ways=ways,
+        block_r=block_r,
+        warps=SHRINK_WARPS,
+        stages=1 if exact else min(steps + 1, MAX_STAGES),
+        eager_rows=min(rank, RANK_UNIT) if num_tokens <= EAGER_TOKENS else 0,
+        programs=SHRINK_PROGRAMS,
+        splits=-(-inputs // (steps * block_k)),
+    )
 
 
 def plan_expand(bucket: Bucket, num_tokens: int, rank: int, dtype: torch.dtype) -> ExpandPlan:
@@ -213,14 +212,6 @@ def plan_expand(bucket: Bucket, num_tokens: int, rank: int, dtype: torch.dtype) 
     if dtype == torch.float32:
         return ExpandPlan(rows, EXACT_N, 1, EXACT_R, EXACT_WARPS, None, EXPAND_PROGRAMS)
     return ExpandPlan(rows, block_n, steps, min(most, _power(rank)), warps, registers, EXPAND_PROGRAMS)
-
-
-def plan_fused(bucket: Bucket, num_tokens: int, rank: int, inputs: int, dtype: torch.dtype) -> FusedPlan | None:
-    """Return how both are done in one launch, or None where two are faster."""
-    if bucket.fused is None or inputs > FUSED_INPUTS or dtype == torch.float32:
-        return None
-    block_n, most, warps = bucket.fused
-    return FusedPlan(**_plan_sums(num_tokens, rank, inputs, most, warps), programs=EXPAND_PROGRAMS, block_n=block_n)
 
 
 def plan_dense(num_tokens: int, rows: int, rank: int, inputs: int, dtype: torch.dtype) -> DensePlan | None:
@@ -238,29 +229,6 @@ def expand_options(plan: ExpandPlan | DensePlan, *, dependent: bool) -> dict[str
     """Return how an expand is launched that may be `dependent` on a shrink which still runs."""
     options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
     return options if plan.registers is None else {**options, "maxnreg": plan.registers}
-
-
-def _plan_sums(
-    num_tokens: int, rank: int, inputs: int, most: int, warps: int, *, exact: bool = False
-) -> dict[str, int]:
-    """Return the fields of a SumsPlan for so many inputs of a program, `most` of them at once."""
-    rows = piece_rows(num_tokens)
-    block_r = EXACT_R if exact else min(SHRINK_RANKS, _power(rank))
-    # Parts of the inputs give each warp columns of its own.
-    ways = 1 if exact or rows != SMALL_TILE else max(1, warps * RANK_UNIT // block_r)
-    # A power of two that covers the inputs if it can, and gives each part what a product takes.
-    block_k = max(ways * RANK_UNIT, min(EXACT_K if exact else most, _power(inputs)))
-    steps = -(-inputs // block_k)
-    return {
-        "block_m": rows,
-        "block_k": block_k,
-        "steps": steps,
-        "ways": ways,
-        "block_r": block_r,
-        "warps": warps,
-        "stages": 1 if exact else min(steps + 1, MAX_STAGES),
-        "eager_rows": min(rank, RANK_UNIT) if num_tokens <= EAGER_TOKENS else 0,
-    }
 
 
 def _power(value: int) -> int:

@@ -11,7 +11,8 @@ the products, and read from memory it would be as many bytes as x.
 
 A row in parts is walked twice, all parts at once. First each part but the last finds where it ends, E, and by how much
 the state decays on the way, d: from the state that the row starts from in its first part, from zero in the others. Then
-a part starts from what these make of each other, E_i + d_i (E_i-1 + d_i-1 (..)).
+a part starts from what these make of each other, E_i + d_i (E_i-1 + d_i-1 (..)). There are fewer parts than programs
+that run at once, since the last has no end to be found; so the first walk cuts them once more, into pieces.
 """
 
 import torch
@@ -26,7 +27,7 @@ from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.waypoints import find_stop, find_waypoint, keep_state
 from deltaline_kernels.mamba2.hopper_chunk import can_walk, launch_walk
 from deltaline_kernels.mamba2.inputs import MambaInputs
-from deltaline_kernels.mamba2.plan import BLOCK_P, CHUNK, choose_plan
+from deltaline_kernels.mamba2.plan import BLOCK_P, CHUNK, choose_pieces, choose_plan
 from deltaline_kernels.mamba2.steps import launch_steps
 from deltaline_kernels.rows import Rows, StateLines
 
@@ -101,7 +102,7 @@ def _walk_tiles(
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
 @triton.jit(
-    do_not_specialize=["control_stride", "num_parts", "part_length"],
+    do_not_specialize=["control_stride", "num_parts", "part_length", "ends_length"],
     do_not_specialize_on_alignment=["control", "waypoints"],
 )
 def _walk(
@@ -118,6 +119,7 @@ def _walk(
     control_stride,
     num_parts,
     part_length,
+    ends_length,
     xBC_stride,
     waypoints,
     H: tl.constexpr,
@@ -174,11 +176,11 @@ def _walk(
         if ENDS:
             tl.store(p_end + P * S + o_h, h, mask=in_h & (i_part == 0))
         elif PARTS:
-            p_before = ends + (begin // part_length * H + i_h) * END
+            p_before = ends + (begin // ends_length * H + i_h) * END
             h += tl.load(p_before + P * S + o_h, mask=in_h & (i_part == 0) & (part_end < n), other=0.0)
-            for i in range(0, i_part):
+            for i in range(0, part_begin // ends_length):
                 h = h * tl.exp2(tl.load(p_before + 2 * P * S)) + tl.load(p_before + o_h, mask=in_h, other=0.0)
-                p_before = ends + ((begin + (i + 1) * part_length) // part_length * H + i_h) * END
+                p_before = ends + ((begin + (i + 1) * ends_length) // ends_length * H + i_h) * END
         skip = 0.0
         if HAS_D:
             skip = tl.load(D + i_h).to(tl.float32)
@@ -258,7 +260,8 @@ def launch_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) 
     steps = launch_steps(inputs, rows)
     plan = choose_plan(heads, rows.num_rows, xBC.shape[0], rows.max_length)
     in_parts = plan.num_parts > 1
-    num_ends = xBC.shape[0] // plan.part_length + 1 if in_parts else 0
+    pieces = choose_pieces(heads, rows.num_rows, plan)
+    num_ends = xBC.shape[0] // pieces.part_length + 1 if in_parts else 0
     size = (num_ends, heads.num_heads, 2 * head_dim * state_dim + PADDING)
     ends = torch.empty(size, dtype=torch.float32, device=xBC.device)
     block_s = max(16, triton.next_power_of_2(state_dim))
@@ -267,13 +270,14 @@ def launch_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) 
     def walk(*, ends_only: bool) -> None:
         x_tiles = s_tiles = y_tiles = None
         stages = ENDS_STAGES if ends_only else STAGES
+        cut = pieces if ends_only else plan
         if tiles:
             view = ((xBC.shape[0], heads.channels), (xBC.stride(0), 1))
             x_tiles = TensorDescriptor(xBC, *view, [CHUNK, BLOCK_P])
             s_tiles = TensorDescriptor(xBC, *view, [CHUNK, state_dim])
             width = heads.value_channels
             y_tiles = TensorDescriptor(y, (y.shape[0], width), (width, 1), [CHUNK, BLOCK_P])
-        _walk[(rows.num_rows * plan.num_parts * heads.num_heads * triton.cdiv(head_dim, BLOCK_P),)](
+        _walk[(rows.num_rows * cut.num_parts * heads.num_heads * triton.cdiv(head_dim, BLOCK_P),)](
             xBC,
             x_tiles,
             s_tiles,
@@ -282,8 +286,9 @@ def launch_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) 
             inputs.weights[1],
             ends,
             *lines.arguments(rows, y),
-            plan.num_parts,
-            plan.part_length,
+            cut.num_parts,
+            cut.part_length,
+            pieces.part_length,
             xBC.stride(0),
             None if ends_only else rows.waypoints,
             **inputs.sizes,
@@ -304,6 +309,6 @@ def launch_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) 
     if in_parts:
         walk(ends_only=True)
     if tiles and can_walk(inputs, y):
-        launch_walk(inputs, lines, rows, y, steps, ends, plan, padding=PADDING)
+        launch_walk(inputs, lines, rows, y, steps, ends, plan, pieces.part_length, padding=PADDING)
     else:
         walk(ends_only=False)

@@ -37,7 +37,7 @@ MANY_TOKENS: tuple[int, int, int | None] = (1, 8, 255)
 # program's one warp, for few and many.
 ROW_THREADS, LOAD_BYTES = 4, 16
 SHORT_ROWS = 16
-FEW_SHORT, MANY_SHORT = (1, 168, 2), (2, 255, 4)
+FEW_SHORT, MANY_SHORT = (1, 168, 2), (2, 255, 3)
 
 # Long rows of 16-bit values, in chunks. Microseconds on an H200, heads of 64, state 128, whole, and in so many parts:
 #
@@ -47,10 +47,15 @@ FEW_SHORT, MANY_SHORT = (1, 168, 2), (2, 255, 4)
 #     1 x 8192, 128             247   231   271   251   285
 #     1 x 2048, 128              68    71          87
 #     8 x 2048, 128             355   459
+#
+# Those are of single blocks, before C B^T was begun ahead. By pairs of them, with ends in pieces, 1 x 8192 takes 202 in
+# two parts where single ones take 211 whole; 1 x 2048 takes 64 and 62.
 CHUNK = 64
 # A program walks with so many rows of one head's state; so many programs run at once on an H200.
 BLOCK_P = 64
 PROGRAMS = 264
+# From so many blocks of all rows and parts on, a program on Hopper has two: nearly each multiprocessor has one then.
+MANY_BLOCKS = 256
 # A row in parts is walked twice, the first time with a quarter of the products: two parts pay only where they are long.
 FEWEST_PARTS, SHORTEST_PART = 3, 512
 SHORTEST_HALF = 2048
@@ -86,3 +91,15 @@ def choose_plan(heads: MambaHeads, num_rows: int, num_tokens: int, max_length: i
         shortest=SHORTEST_PART,
         chunk=CHUNK,
     )
+
+
+def choose_pieces(heads: MambaHeads, num_rows: int, plan: RowSplits) -> RowSplits:
+    """Return how the first walk cuts the parts of `plan` but the last: in as many equal pieces as run at once."""
+    before = plan.num_parts - 1
+    if before == 0:
+        return plan
+    programs = num_rows * before * heads.num_heads * -(-heads.head_dim // BLOCK_P)
+    most = max(1, min(PROGRAMS // programs, plan.part_length // SHORTEST_PART))
+    num_chunks = plan.part_length // CHUNK
+    num_pieces = max(count for count in range(1, most + 1) if num_chunks % count == 0)
+    return RowSplits(before * num_pieces, plan.part_length // num_pieces)

@@ -134,8 +134,6 @@ def _verify(
         total, decay = decay_between(g)
         to_outputs = tl.where(o_row >= o_column, scores * decay, 0.0)
 
-    # Once more: what a branch leaves, Triton lays out anew. Asked for here, they come while the state does.
-    c = load_rows(p_c, n, token_stride, 2 * TOKENS, S, BLOCK_S)
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
         tile = scale(tile, kept, PARTS * BLOCKS)
@@ -151,6 +149,8 @@ def _verify(
     if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
         store_tile(p_new, tile, o_p[:, None], P, S, PARTS, SUB, BLOCK_S)
 
+    # Once more: to keep them, or to have them come while records are folded, takes registers that the state needs.
+    c = load_rows(p_c, n, token_stride, 2 * TOKENS, S, BLOCK_S)
     seen, _ = multiply_pairs(tile, order_tokens(c, BLOCK_S, BLOCKS), PARTS, SUB, BLOCK_S, BLOCKS, EXACT=True)
     updates, outputs = (), ()
     for r in tl.static_range(PARTS):

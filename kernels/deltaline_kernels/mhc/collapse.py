@@ -49,6 +49,9 @@ def collapse_streams(
     o_j = tl.arange(0, BLOCK_S)
     inside = (o_j < S)[:, None] & (o_h < H)[None, :]
     p_r = residual + token * residual_stride + o_j[:, None] * H + o_h[None, :]
+    # Parameters, which none of these launches writes.
+    b_scale = tl.load(scale)
+    b_base = tl.load(base + o_j, mask=o_j < S, other=0.0)
     if OVERLAP and not EARLY:
         gdc_wait()
     # Before what they are weighted with is known. They are read again behind the sublayer only: they need not take the
@@ -63,11 +66,11 @@ def collapse_streams(
     o_s = tl.arange(0, POW2_SPLITS)
     in_s = o_s < SPLITS
     p_s = partials + (o_s.to(tl.int64) * num_tokens + token) * PAD
-    squares = tl.sum(tl.load(p_s + OUTS, mask=in_s, other=0.0), 0)
+    # Both on their way before one is added up, which waits for other warps.
+    squares = tl.load(p_s + OUTS, mask=in_s, other=0.0)
     mixes = tl.load(p_s[:, None] + PRE + o_j[None, :], mask=in_s[:, None] & (o_j < S)[None, :], other=0.0)
-    rms = tl.rsqrt(squares / (S * H) + RMS_EPS)
-    b_base = tl.load(base + o_j, mask=o_j < S, other=0.0)
-    pre = sigmoid(tl.sum(mixes, 0) * rms * tl.load(scale) + b_base) + PRE_EPS
+    rms = tl.rsqrt(tl.sum(squares, 0) / (S * H) + RMS_EPS)
+    pre = sigmoid(tl.sum(mixes, 0) * rms * b_scale + b_base) + PRE_EPS
     b_y = tl.sum(pre[:, None] * b_r.to(tl.float32), 0)
     if norm_weight is not None:
         mean = tl.sum(b_y * b_y, 0) / H
@@ -109,9 +112,6 @@ def collapse_kernel(
     """Write the gates of some tokens, or the weighted sum of a token's streams."""
     pid = tl.program_id(0)
     if pid < gate_programs:
-        if OVERLAP:
-            gdc_wait()
-            gdc_launch_dependents()
         if not HEAD:
             write_gates(
                 partials,
@@ -131,6 +131,7 @@ def collapse_kernel(
                 SINKHORN_EPS,
                 MULTIPLIER,
                 REPEAT,
+                OVERLAP,
             )
     else:
         collapse_streams(

@@ -54,7 +54,8 @@ class Plan:
 # Products of 64 or more tokens are asynchronous ones, whose operands come from shared memory.
 BUCKETS = (
     Bucket(16, (16, 32, 2, 4, 132), (4096, 64)),
-    Bucket(64, (32, 128, 4, 2, 256), (4096, 64)),
+    Bucket(32, (32, 128, 4, 2, 128), (4096, 64)),
+    Bucket(64, (64, 128, 4, 3, 132), (4096, 64)),
     Bucket(512, (64, 64, 4, 4, 264), (4096, 64)),
     Bucket(1024, (128, 64, 8, 4, 264), (1024, 64)),
     Bucket(2048, (128, 64, 8, 4, 264), (1024, 64)),

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltaline_kernels.device.sizes import pow2
 
@@ -17,16 +18,19 @@ def sigmoid(x):
 
 
 @triton.jit
-def load_sums(
+def load_parts(
     partials, o_t, column, inside, num_tokens, SPLITS: tl.constexpr, PAD: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """Return the sums over splits of the columns of tokens; `o_t`, `column` and `inside` of three dimensions."""
+    """Return parts, one behind the other on a first dimension, whose sums are those of all splits of tokens' columns.
+
+    `o_t`, `column` and `inside` have three dimensions.
+    """
     o_s = tl.arange(0, AT_ONCE)[:, None, None, None]
     p = partials + (o_s.to(tl.int64) * num_tokens + o_t[None]) * PAD + column[None]
-    total = tl.zeros((AT_ONCE, inside.shape[0], inside.shape[1], inside.shape[2]), tl.float32)
+    parts = tl.zeros((AT_ONCE, inside.shape[0], inside.shape[1], inside.shape[2]), tl.float32)
     for s in range(0, SPLITS, AT_ONCE):
-        total += tl.load(p + s * num_tokens.to(tl.int64) * PAD, mask=(s + o_s < SPLITS) & inside[None], other=0.0)
-    return tl.sum(total, 0)
+        parts += tl.load(p + s * num_tokens.to(tl.int64) * PAD, mask=(s + o_s < SPLITS) & inside[None], other=0.0)
+    return parts
 
 
 @triton.jit
@@ -76,25 +80,33 @@ def write_gates(
     SINKHORN_EPS: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     REPEAT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Write post and comb of the tokens `o_t`."""
+    """Write post and comb of the tokens `o_t`. OVERLAP: the launch before, which writes partials, may still run."""
     OUTS: tl.constexpr = S * (2 + S)
     o_j = tl.arange(0, BLOCK_S)[None, :, None]
     o_i = tl.arange(0, BLOCK_S)[None, None, :]
     t = o_t[:, None, None]
     in_t, in_i, in_j = t < num_tokens, o_i < S, o_j < S
-    inside = in_t & in_i & in_j
+    inside, in_post = in_t & in_i & in_j, in_t & in_i
     behind = tl.full((1, 1, 1), OUTS, tl.int32)
-    squares = load_sums(partials, t, behind, in_t, num_tokens, SPLITS, PAD, AT_ONCE)
-    rms = tl.rsqrt(squares / K + RMS_EPS)
-    mixes = load_sums(partials, t, o_j * S + o_i, inside, num_tokens, SPLITS, PAD, AT_ONCE)
-    logits = mixes * rms * tl.load(scale + 2) + tl.load(base + 2 * S + o_j * S + o_i, mask=in_i & in_j, other=0.0)
+    # Parameters, which none of these launches writes.
+    post_scale, comb_scale = tl.load(scale + 1), tl.load(scale + 2)
+    post_base = tl.load(base + S + o_i, mask=in_i, other=0.0)
+    comb_base = tl.load(base + 2 * S + o_j * S + o_i, mask=in_i & in_j, other=0.0)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    # All on their way before the first is added up, which waits for other warps.
+    squares = load_parts(partials, t, behind, in_t, num_tokens, SPLITS, PAD, AT_ONCE)
+    post_parts = load_parts(partials, t, S * S + S + o_i, in_post, num_tokens, SPLITS, PAD, AT_ONCE)
+    comb_parts = load_parts(partials, t, o_j * S + o_i, inside, num_tokens, SPLITS, PAD, AT_ONCE)
+    rms = tl.rsqrt(tl.sum(squares, 0) / K + RMS_EPS)
+    b_post = sigmoid(tl.sum(post_parts, 0) * rms * post_scale + post_base) * MULTIPLIER
+    tl.store(post + t.to(tl.int64) * S + o_i, b_post, mask=in_post)
+    logits = tl.sum(comb_parts, 0) * rms * comb_scale + comb_base
     b_comb = normalize(logits, in_i, in_j, SINKHORN_EPS, REPEAT, S, BLOCK_S)
     tl.store(comb + t.to(tl.int64) * (S * S) + o_j * S + o_i, b_comb, mask=inside)
-    in_post = in_t & in_i
-    mixes = load_sums(partials, t, S * S + S + o_i, in_post, num_tokens, SPLITS, PAD, AT_ONCE)
-    b_post = sigmoid(mixes * rms * tl.load(scale + 1) + tl.load(base + S + o_i, mask=in_i, other=0.0)) * MULTIPLIER
-    tl.store(post + t.to(tl.int64) * S + o_i, b_post, mask=in_post)
 
 
 def gate_sizes(streams: int, splits: int) -> dict[str, int]:

@@ -35,13 +35,14 @@ from deltaline_kernels.selftest.mhc import compare_mhc
 from deltaline_kernels.selftest.moe import compare_moe, tokens_of_experts
 from deltaline_kernels.selftest.parts import has_parts, run_in_parts
 from deltaline_kernels.selftest.shapes import (
+    MANY_WALKED,
     Compared,
     Fill,
     Fills,
     Part,
     Shapes,
     batches,
-    many_prefills,
+    one_and_many_prefills,
     projected,
     short_batches,
     waypoint_batch,
@@ -249,8 +250,9 @@ def _mixer_parts(shapes: Shapes, device: torch.device | str) -> Iterator[Part]:
     yield of_random(partial(_compare_mixer, compare=compare, batch="prefill with waypoints", rows=rows, shapes=shapes))
     if torch.device(device).type != "cpu" and has_parts(shapes):
         yield of_random(partial(_compare_parts, shapes=shapes, device=device))
-    if torch.device(device).type != "cpu" and shapes.recurrence == "kda":
-        for batch, rows in many_prefills(shapes.heads.num_value_heads, shapes.max_draft, device).items():
+    if torch.device(device).type != "cpu" and shapes.recurrence in MANY_WALKED:
+        sizes = (shapes.heads.num_value_heads, shapes.max_draft, device)
+        for batch, rows in one_and_many_prefills(MANY_WALKED[shapes.recurrence], *sizes).items():
             yield of_random(partial(_compare_mixer, compare=compare, batch=batch, rows=rows, shapes=shapes))
     for batch, rows in short_batches(shapes.max_draft, device).items():
         yield of_random(partial(_compare_short_rows, batch=batch, rows=rows, shapes=shapes))
@@ -327,7 +329,7 @@ def _compare_scan(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compared]:
 
 def _compare_recurrence(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compared]:
     """Yield the name of each family of a recurrent layer, what it computed and what its reference computed."""
-    heads, num_tokens, num_lines = shapes.heads, int(rows.query_start_loc[-1]), max(6, rows.num_rows + 1)
+    heads, num_tokens, num_lines = shapes.heads, int(rows.query_start_loc[-1]), max(6, rows.num_rows + 2)
     num_heads, values = heads.num_value_heads, heads.value_channels
     columns = projected(fill, num_tokens, shapes)
     if shapes.is_mamba:

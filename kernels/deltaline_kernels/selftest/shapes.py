@@ -11,11 +11,14 @@ from deltaline_kernels.attention.plan import AttentionHeads
 from deltaline_kernels.device.delta_rule.inputs import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
 from deltaline_kernels.kda.plan import MANY_HEADS as MANY_WALKED_HEADS
+from deltaline_kernels.mamba2.plan import MANY_BLOCKS
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 
 # From so many rows x heads on, both recurrences have kernels of their own.
 MANY_HEADS = max(MANY_DELTA_HEADS, MANY_MAMBA_HEADS)
+# And from so many heads of long rows on, these recurrences have walks of their own.
+MANY_WALKED = {"kda": MANY_WALKED_HEADS, "mamba2": MANY_BLOCKS}
 # Makes a tensor of a shape, in fp32, of some kind of contents.
 Fill = Callable[..., Tensor]
 # The name of a family and of what it ran on, what it computed and what its reference computed.
@@ -108,16 +111,19 @@ def waypoint_batch(max_draft: int, device: torch.device | str) -> Rows:
     return Rows.build(*fields, max_short=max_draft, device=device, waypoints=waypoints)
 
 
-def many_prefills(num_heads: int, max_draft: int, device: torch.device | str) -> dict[str, Rows]:
-    """Rows of as many heads as KDA has a walk of its own for, without and with a waypoint, in the last line."""
-    lengths = [130] * -(-MANY_WALKED_HEADS // num_heads)
-    zeros = [0] * len(lengths)
-    lines = [*range(1, len(lengths)), 0]
+def one_and_many_prefills(least: int, num_heads: int, max_draft: int, device: torch.device | str) -> dict[str, Rows]:
+    """A row, and rows of at least so many heads, both without a waypoint and with one, in the line behind theirs.
+
+    The first is so long that the memory of a walk's first chunks is used again.
+    """
     found = {}
-    for name, line in (("many prefills", None), ("many prefills with a waypoint", len(lengths))):
-        waypoints = None if line is None or max_draft >= WAYPOINT_TOKENS else [(0, 128, line)]
+    for name, num_rows in (("one prefill", 1), ("many prefills", -(-least // num_heads))):
+        lengths, zeros, lines = [330] + [66] * (num_rows - 1), [0] * num_rows, list(range(1, num_rows + 1))
         fields = (lengths, lines, lines, lengths, zeros, zeros)
-        found[name] = Rows.build(*fields, max_short=max_draft, device=device, waypoints=waypoints)
+        found[name] = Rows.build(*fields, max_short=max_draft, device=device)
+        waypoints = [(0, 128, num_rows + 1)] if max_draft < WAYPOINT_TOKENS else None
+        kept = Rows.build(*fields, max_short=max_draft, device=device, waypoints=waypoints)
+        found[f"{name} with a waypoint"] = kept
     return found
 
 

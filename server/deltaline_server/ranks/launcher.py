@@ -21,8 +21,8 @@ from deltaline_server.ranks.place import Place
 _log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-# For rank 0, which tells its callers, when another rank has ended; and for the others when rank 0 has.
-END_S, LAST_S = 8.0, 2.0
+# For rank 0 when another rank has ended, or has failed, of which it tells its callers; and for the others when it has.
+END_S, FAILED_S, LAST_S = 8.0, 4.0, 2.0
 # What else gloo and NCCL would ask the network for; and memory that ranks share needs no multicast.
 _USUAL = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
@@ -75,10 +75,9 @@ def _end_together(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     if code < 0:
         event(_log, "a rank was killed", level=logging.ERROR, rank=ranks.index(first), signal=-code)
     with suppress(subprocess.TimeoutExpired):
-        ranks[0].wait(END_S)
-    last_s = time.monotonic() + LAST_S
-    for one in ranks[1:]:
-        with suppress(subprocess.TimeoutExpired):
+        ranks[0].wait(FAILED_S if code else END_S)
+        last_s = time.monotonic() + LAST_S
+        for one in ranks[1:]:
             one.wait(max(0.0, last_s - time.monotonic()))
     # The others end when rank 0 says so, also where that has failed.
     code = code or ranks[0].poll() or 0

@@ -45,14 +45,11 @@ def is_fp16(item: pytest.Item) -> bool:
 
 
 def leave_fp16_to_sweeps(items: list[pytest.Item]) -> None:
-    """Run one case in fp16 of each test: what differs from fp32 are its casts, and they are the same in all cases.
-
-    But for kernels that are for 16 bits alone, one launch of LoRA.
-    """
+    """Run one case in fp16 of each test: what differs from fp32 are its casts, and they are the same in all cases."""
     seen = set[str]()
     for item in items:
         test = item.nodeid.partition("[")[0]
-        if not is_fp16(item) or values_of(item).get("launches") == "one-launch":
+        if not is_fp16(item):
             continue
         if test in seen:
             item.add_marker(pytest.mark.sweep)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rigs.kernels.batches import Row
-from rigs.kernels.compiled import compile_launches, on_meta
+from rigs.kernels.compiled import PRODUCT, compile_launches, find_overwritten_operands, instructions, on_meta
 from rigs.kernels.kda_batches import KdaBatch, KdaLayer, make_kda_batch
 from rigs.kernels.paths import Path
 from rigs.kernels.walks import ALIGNED, cut_rows
@@ -20,12 +20,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none"
 )
 LAYER = KdaLayer(H=1, HV=1, K=128, V=128)
-# Registers that an instruction writes, by the width that its name says.
-WIDTHS = {".64": 2, ".128": 4}
-WRITES = re.compile(r"^(?:@!?U?P\w+ )?([A-Z]\S*) (?:U?P\w+, )*R(\d+)\b")
 LOCAL = re.compile(r"\b(LDL|STL)\b")
-PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
-WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)")
 
 
 def compile_rows(monkeypatch: pytest.MonkeyPatch, layer: KdaLayer, dtype: torch.dtype) -> list[Any]:
@@ -55,10 +50,6 @@ def compile_long() -> dict[str, list[str]]:
     return {name: instructions(kernel) for name, kernel in kernels.items()}
 
 
-def instructions(kernel: Any) -> list[str]:
-    return [line.split("\t")[-1].strip() for line in kernel.asm["sass"].splitlines()]
-
-
 def test_long_rows_take_the_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = compile_rows(monkeypatch, LAYER, torch.bfloat16)
     assert [kernel.metadata.name for kernel in kernels] == ["_recurrent_keyed", "pair_kernel", "_invert", "walk_kernel"]
@@ -80,24 +71,9 @@ def test_operands_of_pairs_are_in_shared_memory() -> None:
 @pytest.mark.parametrize("name", ["ends", "walk", "wide walk"])
 def test_walks_spill_nothing_and_overwrite_no_operand_of_a_running_product(name: str) -> None:
     """The state and the updates are operands in registers, which an assembler may hand to something else too early."""
-    running: list[set[int]] = [set()]
-    num_products = 0
-    for line in compile_long()[name]:
-        assert not LOCAL.search(line), line
-        if "HGMMA" in line:
-            if found := PRODUCT.search(line):
-                num_products += 1
-                running[-1] |= set(range(int(found[1]), int(found[1]) + 4))
-            if "gsb0" in line:
-                running.append(set())
-        elif found := WAIT.search(line):
-            # All but so many groups of products have ended.
-            running = running[max(0, len(running) - 1 - int(found[1])) :]
-        elif (found := WRITES.match(line)) and not found[1].startswith(("ST", "SYNCS")):
-            width = next((count for suffix, count in WIDTHS.items() if suffix in found[1]), 1)
-            written = set(range(int(found[2]), int(found[2]) + width))
-            assert not written & set().union(*running), line
-    assert num_products > 0
+    code = compile_long()[name]
+    assert not [line for line in code if LOCAL.search(line)]
+    assert [line for line in code if PRODUCT.search(line)] and not find_overwritten_operands(code)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])

@@ -43,16 +43,12 @@ CASES: dict[str, tuple[list[int], list[list[int]], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=["two-launches", "one-launch", "dense", "pieces"])
+@pytest.fixture(params=["two-launches", "dense", "pieces"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Every way of a GPU, whatever its table says; the last takes dense tiles piece by piece."""
-    fused = (128, 256, 4) if request.param == "one-launch" else None
     is_interpreted = isinstance(path, InterpretedPath)
     if request.param != "two-launches" and not path.serial:
         pytest.skip("on the CPU there is one way")
-    if fused and path.dtype == torch.float32:
-        pytest.skip("only 16-bit models have two ways")
-    monkeypatch.setattr(plan, "BUCKETS", tuple(replace(bucket, fused=fused) for bucket in plan.BUCKETS))
     if request.param == "pieces":
         if is_interpreted and path.dtype != torch.float32:
             pytest.skip("what differs by dtype is in the other ways, too")
@@ -115,7 +111,7 @@ def test_tiles_may_be_those_of_any_rank(path: Path) -> None:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_programs_take_blocks_of_one_slice(path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """Slices that fill no program, in blocks that they don't fill either; all ranks at once, or one after the other."""
-    table = tuple(replace(bucket, fused=None, expand=(32, steps, 4, None)) for bucket in plan.BUCKETS)
+    table = tuple(replace(bucket, expand=(32, steps, 4, None)) for bucket in plan.BUCKETS)
     monkeypatch.setattr(plan, "BUCKETS", table)
     for rank in (16, 70):
         batch = make_batch(path, mixed(40, 2), [[rank, 3, 0], [2, rank, rank]], (100, 33, 70), factors=True)

@@ -34,9 +34,6 @@ def test_every_input_and_rank_is_in_one_program(num_tokens: int, dtype: torch.dt
         assert plan.tile_rows(num_tokens, rank) % shrink.block_m == 0
         for size in (shrink.block_k, shrink.block_r, expand.block_n, expand.block_r):
             assert size >= plan.RANK_UNIT and size & (size - 1) == 0
-        fused = plan.plan_fused(bucket, num_tokens, rank, inputs, dtype)
-        if fused is not None:
-            assert fused.steps * fused.block_k >= inputs > (fused.steps - 1) * fused.block_k
 
 
 def test_only_dense_tiles_have_the_rows_of_an_asynchronous_product() -> None:

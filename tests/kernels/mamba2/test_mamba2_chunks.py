@@ -20,7 +20,9 @@ from rigs.kernels.recurrence_checks import (
 from rigs.kernels.recurrence_rows import LONG_ROWS
 from rigs.kernels.tolerance import assert_close
 from rigs.kernels.walks import ALIGNED, cut_rows, use_walk
+from rigs.kernels.waypoint_checks import ROWS, check_waypoints_against_reference
 
+plan = pytest.importorskip("deltaline_kernels.mamba2.plan")
 chunk = pytest.importorskip("deltaline_kernels.mamba2.chunk", reason="triton is not installed")
 
 LAYERS = {
@@ -38,22 +40,35 @@ FITTING = list(LAYERS)[:3]
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """In parts of `length` tokens, whose ends are found in pieces of a chunk each; 0: whole."""
     cut_rows(monkeypatch, chunk, length)
+    monkeypatch.setattr(plan, "SHORTEST_PART", plan.CHUNK)
 
 
-@pytest.mark.parametrize("walk", ["hopper", "triton"])
+@pytest.mark.parametrize("walk", ["hopper", "hopper-pairs", "triton"])
 @pytest.mark.parametrize("length", [0, 64, 128])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_chunks_match_the_reference(
     half_path: Path, layer: str, length: int, walk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if walk == "hopper" and layer not in FITTING:
+    if walk != "triton" and layer not in FITTING:
         pytest.skip("does not fit")
+    if walk == "hopper-pairs":
+        monkeypatch.setattr(pytest.importorskip("deltaline_kernels.mamba2.hopper_chunk"), "MANY_BLOCKS", 1)
     in_parts(monkeypatch, length)
     ran = use_walk(monkeypatch, chunk, walk)
     batch = make_mamba_batch(LONG_ROWS, half_path, LAYERS[layer], max_short=1, padding=ALIGNED)
     check_against_reference(batch, half_path, half_path.dtype)
-    assert bool(ran) == (walk == "hopper")
+    assert bool(ran) == (walk != "triton")
+
+
+@pytest.mark.parametrize("length", [0, 64])
+def test_pairs_of_blocks_leave_waypoints(half_path: Path, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("deltaline_kernels.mamba2.hopper_chunk"), "MANY_BLOCKS", 1)
+    in_parts(monkeypatch, length)
+    use_walk(monkeypatch, chunk, "hopper")
+    layer = LAYERS["heads-of-64-states-of-128"]
+    check_waypoints_against_reference(make_mamba_batch(ROWS, half_path, layer, padding=ALIGNED), half_path)
 
 
 @pytest.mark.parametrize("walk", ["hopper", "triton"])

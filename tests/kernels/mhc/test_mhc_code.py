@@ -12,7 +12,16 @@ import torch
 from deltaline_kernels.mhc import plan
 from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 
-SHAPES = ((65, 8, 7168), (513, 8, 200), (4096, 1, 7168), (4096, 4, 7168), (4096, 8, 1280), (4096, 8, 7168))
+SHAPES = (
+    (64, 4, 7168),
+    (64, 8, 7168),
+    (65, 8, 7168),
+    (513, 8, 200),
+    (4096, 1, 7168),
+    (4096, 4, 7168),
+    (4096, 8, 1280),
+    (4096, 8, 7168),
+)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
@@ -20,6 +29,7 @@ SHAPES = ((65, 8, 7168), (513, 8, 200), (4096, 1, 7168), (4096, 4, 7168), (4096,
 @pytest.mark.parametrize(
     "shape",
     [
+        (64, 4, 4096),
         (65, 4, 4096),
         (4096, 4, 4096),
         (4096, 8, 200),

@@ -10,7 +10,7 @@ import torch
 from deltaline_kernels.mhc import plan
 from deltaline_kernels.mhc.gates import count_columns
 
-TOKENS = (1, 7, 16, 17, 64, 65, 512, 513, 4096, 1_000_000)
+TOKENS = (1, 7, 16, 17, 32, 33, 64, 65, 512, 513, 4096, 1_000_000)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
@@ -14,6 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+
+# An asynchronous product whose left operand is in registers, and a wait for all but so many groups of products.
+PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
+WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)")
+# Registers that an instruction writes, by the width that its name says.
+WRITES = re.compile(r"^(?:@!?U?P\w+ )?([A-Z]\S*) (?:U?P\w+, )*R(\d+)\b")
+WIDTHS = {".64": 2, ".128": 4}
 
 
 class HopperDriver:
@@ -49,6 +58,36 @@ def compile_launches(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]
         patch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
         call()
     return compiled
+
+
+def instructions(kernel: Any) -> list[str]:
+    """Return what a compiled kernel becomes on the device, all of it: Triton's own listing ends after 64 KiB."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        listing = subprocess.check_output([knobs.nvidia.cuobjdump.path, "-sass", file.name], text=True)
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?) ;", listing, re.MULTILINE)
+
+
+def find_overwritten_operands(code: list[str]) -> list[str]:
+    """Return the instructions that write registers which an asynchronous product may not have read yet."""
+    running: list[set[int]] = [set()]
+    found_all = []
+    for line in code:
+        if "HGMMA" in line:
+            if found := PRODUCT.search(line):
+                running[-1] |= set(range(int(found[1]), int(found[1]) + 4))
+            if "gsb0" in line:
+                running.append(set())
+        elif found := WAIT.search(line):
+            running = running[max(0, len(running) - 1 - int(found[1])) :]
+        elif (found := WRITES.match(line)) and not found[1].startswith(("ST", "SYNCS")):
+            width = next((count for suffix, count in WIDTHS.items() if suffix in found[1]), 1)
+            if set(range(int(found[2]), int(found[2]) + width)) & set().union(*running):
+                found_all.append(line)
+    return found_all
 
 
 def scans_of_repeated_columns(ttgir: str) -> list[str]:

@@ -1,13 +1,16 @@
 """Runs a Gluon kernel on CPU tensors, program by program, to test what it computes without a GPU.
 
 Every operation happens at once where it is begun: a copy that overwrites a tile too early shows, a wait or a barrier
-that is missing does not, nor does what a layout or the assembler gets wrong. Shared memory is NaN until written.
+that is missing does not, nor does what a layout or the assembler gets wrong. Shared memory is NaN until written. Groups
+of warps with parts of their own are threads, which wait for each other's barriers.
 """
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -101,6 +104,51 @@ class Tiles:
         return part, (part.shape[0], part.shape[1])
 
 
+class Barriers:
+    """Counts what arrives at a program's barriers. A phase ends when all have arrived and all bytes have come."""
+
+    # As long as a thread waits for others, in seconds: then a test fails that would not end.
+    PATIENCE = 60.0
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Of each barrier: what arrives in a phase, what is missing in this one, bytes too, and ended phases.
+        self._counts: dict[int, list[int]] = {}
+
+    def init(self, bar: Shared, count: int) -> None:
+        self._counts[bar.tensor.data_ptr()] = [count, count, 0, 0]
+
+    def expect(self, bar: Shared, num_bytes: int, pred: Any = True) -> None:
+        if pred:
+            self._come(bar, 1, -num_bytes)
+
+    def arrive(self, bar: Shared, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            self._come(bar, count, 0)
+
+    def copied(self, bar: Shared, num_bytes: int) -> None:
+        self._come(bar, 0, num_bytes)
+
+    def wait(self, bar: Shared, phase: Any, pred: Any = True) -> None:
+        counts = self._counts[bar.tensor.data_ptr()]
+        with self._changed:
+            assert not pred or self._changed.wait_for(lambda: counts[3] % 2 != int(phase), self.PATIENCE)
+
+    def _come(self, bar: Shared, arrived: int, num_bytes: int) -> None:
+        counts = self._counts[bar.tensor.data_ptr()]
+        with self._changed:
+            counts[1] -= arrived
+            counts[2] += num_bytes
+            assert counts[1] >= 0
+            if counts[1] == 0 and counts[2] == 0:
+                counts[1] = counts[0]
+                counts[3] += 1
+                self._changed.notify_all()
+
+    def MBarrierLayout(self) -> None:
+        return None
+
+
 def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
     mask, found = pointer.places(mask)
     values = pointer.memory[found] if pointer.memory.numel() else torch.zeros(found.shape, dtype=pointer.memory.dtype)
@@ -113,11 +161,14 @@ def _store(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
     pointer.memory[found[mask]] = torch.broadcast_to(value, mask.shape)[mask]
 
 
-def _copy_to_shared(tiles: Tiles, at: list[Any], _bar: object, shared: Shared, pred: Any = True) -> None:
+def _copy_to_shared(
+    barriers: Barriers, tiles: Tiles, at: list[Any], bar: Shared, shared: Shared, pred: Any = True
+) -> None:
     if pred:
         part, (rows, columns) = tiles.place(at, shared.shape)
         shared.tensor.zero_()
         shared.tensor[:rows, :columns] = part
+        barriers.copied(bar, shared.tensor.numel() * shared.dtype.itemsize)
 
 
 def _copy_to_global(tiles: Tiles, at: list[Any], shared: Shared) -> None:
@@ -141,6 +192,12 @@ def _multiply(a: Any, b: Any, acc: Tensor, *, use_acc: bool = True, is_async: bo
 
 def _wait(_pending: int, deps: list[Any]) -> Any:
     return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def _specialize(parts: list[Any], _warps: object, _registers: object) -> None:
+    with ThreadPoolExecutor(len(parts)) as groups:
+        for ended in [groups.submit(run, *told) for run, told in parts]:
+            ended.result()
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -193,6 +250,7 @@ def _language(program: Callable[[], int], num_programs: int) -> types.SimpleName
         log2=torch.log2,
         convert_layout=lambda x, layout: x,
         static_range=range,
+        warp_specialize=_specialize,
         static_assert=_nothing,
         inline_asm_elementwise=_nothing,
     )
@@ -203,9 +261,9 @@ def run_on_cpu(kernel: Any, grid: int, arguments: dict[str, Any]) -> None:
     from triton.language import constexpr
 
     programs = [0]
-    barriers = types.SimpleNamespace(init=_nothing, expect=_nothing, wait=_nothing, MBarrierLayout=_layout)
+    barriers = Barriers()
     copies = types.SimpleNamespace(
-        async_copy_global_to_shared=_copy_to_shared,
+        async_copy_global_to_shared=partial(_copy_to_shared, barriers),
         async_copy_shared_to_global=_copy_to_global,
         store_wait=_nothing,
     )

@@ -57,6 +57,14 @@ def test_when_a_rank_is_killed_rank_0_has_time_and_the_others_are_killed(tmp_pat
     assert not any(map(is_alive, pids(tmp_path)))
 
 
+def test_when_a_rank_is_killed_a_rank_0_that_hangs_is_killed_within_5_s(tmp_path: Path) -> None:
+    with started(tmp_path, *["time.sleep(60)"] * 3) as launcher:
+        _, one, _ = pids(tmp_path)
+        os.kill(one, signal.SIGKILL)
+        assert launcher.wait(5.0) == 128 + signal.SIGKILL
+    assert not any(map(is_alive, pids(tmp_path)))
+
+
 def test_signals_are_rank_0_s_and_its_code_is_the_launcher_s(tmp_path: Path) -> None:
     with started(tmp_path, "time.sleep(60)", "time.sleep(60)") as launcher:
         launcher.send_signal(signal.SIGTERM)
