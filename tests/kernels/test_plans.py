@@ -1,5 +1,5 @@
 """choose_plan of the recurrences: rows in parts where few programs would run, whole where parts would wait in turn.
-And choose_tile of Mamba-1's.
+And choose_tile of Mamba-1's, and the splits of attention's short rows with what puts them together.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deltaline_kernels.attention.plan import AttentionHeads, choose_hopper_tile, choose_parts
 from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
 from deltaline_kernels.device.row_splits import RowSplits
 from deltaline_kernels.gated_delta import plan as gated_delta
@@ -122,3 +123,22 @@ def test_tiles_of_a_scan_are_those_that_were_measured(
     assert tile == expected
     assert tile.channels * tile.split == 32 and tile.pieces(state_dim) * tile.split * scan.PIECE >= state_dim
     assert WAYPOINT_TOKENS % tile.at_once == 0
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_rows", "tokens", "split", "parts"),
+    [
+        pytest.param((16, 2), 1, 1, 256, (32, 128), id="decode-1x32768"),
+        pytest.param((16, 2), 32, 1, 1024, (64, 32), id="decode-32x8192-and-ragged"),
+        pytest.param((16, 2), 128, 1, 2048, (64, 32), id="decode-128x2048"),
+        pytest.param((16, 2), 32, 5, 2048, (256, 8), id="verify-32x8192"),
+        pytest.param((24, 4), 32, 5, 2048, (256, 8), id="verify-32x8192-24-4"),
+    ],
+)
+def test_short_rows_of_attention_are_cut_as_was_measured(
+    num_heads: tuple[int, int], num_rows: int, tokens: int, split: int, parts: tuple[int, int]
+) -> None:
+    heads = AttentionHeads(*num_heads, 256, 256, 1.0)
+    tile = choose_hopper_tile(heads, heads.group, num_rows, tokens)
+    assert tile.split == split
+    assert choose_parts(256, tile.columns, num_rows * tokens * heads.num_queries) == parts

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from deltaline_kernels.attention.hopper_copies import load_queries
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.plan import FEW_ROWS, HOPPER
 from deltaline_kernels.device.hopper import barrier, clear_rows, on_hopper
@@ -67,22 +68,6 @@ def _find_row(control, num_rows, slot, TOKENS: gl.constexpr, ROWS: gl.constexpr,
     o_r = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     slots = gl.load(control + o_r, mask=o_r < num_rows, other=1 << 30) // TOKENS + o_r
     return gl.sum((slots <= slot).to(gl.int32), 0) - 1
-
-
-@gluon.jit
-def _load_queries(q_s, q, q_stride, begin, first, n, h, Q_HEAD: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
-    """Copy the queries of the tokens from `first` on and of the heads from h on to shared memory; zeros behind them."""
-    BLOCK_M: gl.constexpr = q_s.shape[0]
-    D: gl.constexpr = q_s.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
-    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    i_t = first + o_m // GROUP
-    at = (begin + i_t).to(gl.int64) * q_stride + (h + o_m % GROUP) * Q_HEAD
-    is_here = (o_m < BLOCK_M // GROUP * GROUP) & (i_t < n)
-    q_s.store(gl.load(q + (at[:, None] + o_d[None, :]), mask=is_here[:, None] & (o_d >= 0)[None, :], other=0.0))
-    fence_async_shared()
-    barrier()
 
 
 @gluon.jit
@@ -231,7 +216,9 @@ def attend_long_kernel(
             _copy_pair(tiles, buffers, i, num_blocks, (page, v_page), columns, PAGE)
             v_page = page
             page = next_page
-        _load_queries(q_s, q, q_stride, begin, first, n, i_kv * GROUP, Q_HEAD, GROUP, WARPS)
+        load_queries(q_s, q, q_stride, begin, first, n, i_kv * GROUP, Q_HEAD, GROUP, WARPS)
+        fence_async_shared()
+        barrier()
 
         q_m = position + first + gl.arange(0, BLOCK_M, layout=down_s) // GROUP
         o_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, mma_s))

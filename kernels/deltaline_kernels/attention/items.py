@@ -89,9 +89,9 @@ def count_items(
 
 
 @triton.jit
-def pick(item, count, row_splits, row_low, row_high, ROWS: tl.constexpr):
-    """Return of item `item` of rows that `count_rows` counted: its row, the row's first item and splits, live keys."""
-    o_r = tl.arange(0, ROWS)
+def pick(o_r, item, count, row_splits, row_low, row_high):
+    """Return of item `item` of the rows o_r, 0 and on, that `count_rows` counted: its row, the row's first item and
+    splits, live keys."""
     row = tl.sum((tl.cumsum(count, 0) <= item).to(tl.int32), 0)
     is_mine = o_r == row
     base = tl.sum(tl.where(o_r < row, count, 0), 0)
@@ -132,7 +132,7 @@ def locate(
         )
         here = tl.sum(count, 0)
         if (item >= before) & (item < before + here):
-            row, base, splits, low, high = pick(item - before, count, row_splits, row_low, row_high, ROWS)
+            row, base, splits, low, high = pick(i - first, item - before, count, row_splits, row_low, row_high)
             row += first
             base += before
         before += here

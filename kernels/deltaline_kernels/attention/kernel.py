@@ -135,7 +135,7 @@ def attend_kernel(
                 SPEC,
             )
         else:
-            row, base, splits, low, high = pick(item, count, row_splits, row_low, row_high, ROWS)
+            row, base, splits, low, high = pick(o_r, item, count, row_splits, row_low, row_high)
         begin = tl.load(control + row)
         n = tl.load(control + row + 1) - begin
         b = tl.load(control + 2 * control_stride + row)

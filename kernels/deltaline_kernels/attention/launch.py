@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.combine import combine_kernel
-from deltaline_kernels.attention.hopper_latents import can_attend_latents, launch_latents
+from deltaline_kernels.attention.hopper_short import can_attend_short, launch_short
 from deltaline_kernels.attention.hopper_tile import can_attend, launch_attend
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.kernel import attend_kernel
@@ -22,7 +22,7 @@ from deltaline_kernels.attention.plan import (
     COMBINES,
     Tile,
     choose_group,
-    choose_latent_tile,
+    choose_hopper_tile,
     choose_parts,
     choose_tile,
     count_at_once,
@@ -55,9 +55,9 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
     q, heads, blocks = queries.q, queries.heads, queries.blocks
     group = choose_group(heads, q.element_size()) if blocks is None or blocks.num_heads == 1 else 1
     max_length = min(rows.max_length, q.shape[0])
-    latents = not long and can_attend_latents(queries, keys)
-    if latents:
-        tile = choose_latent_tile(heads, group, rows.num_rows, max_length)
+    on_hopper = not long and can_attend_short(queries, keys)
+    if on_hopper:
+        tile = choose_hopper_tile(heads, group, rows.num_rows, max_length)
     else:
         tile = choose_tile(heads, group, rows.num_rows, max_length, q.element_size(), long=long)
     if blocks is not None:
@@ -96,13 +96,13 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
     shared = (parameters, table, sinks, gate, o, lse, partials)
     overlap = bool(split) and q.device.type != "cpu" and torch.cuda.get_device_capability(q.device) >= HOPPER
     programs = min(num_items, tile.programs * num_processors(q.device))
-    if latents:
+    if on_hopper:
         outputs = (sinks, gate, o, lse, partials)
-        launch_latents(queries, keys, rows, tile, programs, outputs, split=split, overlap=overlap, **constants)
+        launch_short(queries, keys, rows, tile, programs, outputs, split=split, overlap=overlap, **constants)
     else:
         _launch_attend(queries, keys, rows, tile, programs, shared, overlap=overlap, **constants, **items)
     if split:
-        channels, splits = choose_parts(heads.value_dim, rows.num_rows * max_length * heads.num_queries)
+        channels, splits = choose_parts(heads.value_dim, tile.columns, rows.num_rows * max_length * heads.num_queries)
         parts = max_length * heads.num_queries * cdiv(heads.value_dim, channels)
         at_once = max(1, min(rows.num_rows, COMBINES * num_processors(q.device) // parts))
         options: dict[str, Any] = {"launch_pdl": True} if overlap else {}

@@ -13,8 +13,10 @@ FEW_ROWS, MOST_ROWS = 32, 256
 # splits, and of many rows with a few.
 FEW_COMBINES = 512
 FEW, MANY = (32, 128), (64, 32)
-# Of many queries over latents, whose outputs are wide and whose splits are few: fewer programs have less to look up.
-MANY_LATENTS = (512, 8)
+# Of many queries over latents, whose outputs are wide, and in tiles of more than LEAST_COLUMNS: all channels, since
+# fewer programs have less to look up. On an H200 verifies of 32 x 8,192 keys with 2 heads of 256 take 149.4 us so,
+# 166.7 by MANY.
+WIDE = (512, 8)
 # Programs of a combine for each multiprocessor, and the registers of a thread, with fewer of which a part's loads wait
 # for each other. 8 programs fit at once; twice as many cost rows of one split nothing, verifies less.
 COMBINES, COMBINE_REGISTERS = 16, 64
@@ -79,18 +81,26 @@ HOPPER: dict[int, tuple[int, int, int, int]] = {128: (64, 64, 2, 4), 256: (128, 
 # Of fp32, whose products are not those of matrix instructions: tiles that need few registers.
 EXACT, EXACT_COLUMNS = (16, 4, 1, 2), 16
 # Keys of a split, by rows x heads of keys up to a number; more of them fill the device with longer splits. On an H200,
-# with 2 heads of 256: 1 x 32,768 keys take 26.8 us in splits of 256 and 28.1 of 512; 32 x 8,192 take 134 us in splits
-# of 1,024 and 130 of 2,048, but 32 rows of 2 to 92,681 keys 173 and 192; 128 x 2,048 take 150 us in splits of 1,024
-# and 126 of 2,048.
+# with 2 heads of 256, by kernel.py: 1 x 32,768 keys take 26.8 us in splits of 256 and 28.1 of 512; 32 x 8,192 take
+# 134 us in splits of 1,024 and 130 of 2,048, but 32 rows of 2 to 92,681 keys 173 and 192; 128 x 2,048 take 150 us in
+# splits of 1,024 and 126 of 2,048. Tiles of more columns leave more for the combine: by hopper_short.py, which has no
+# splits of 1,024 of them, verifies of 32 x 8,192 take 166.7 us in splits of 2,048 and 174.9 of 1,024.
 SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512), (64, 1024))
 MOST_KEYS = 2048
-# Of latents on a Hopper: channels that are values, those behind, keys of a block and blocks in shared memory, and keys
-# of a split by rows x groups of heads. A program has a multiprocessor to itself, and what a split leaves is 2 KB for
-# each query head. On an H200 32 rows of 8,192 take 82.1 us in splits of 2,048 and 91.1 of 1,024; 64 rows of 2,048 take
-# 72.8 and 52.8, as 64 splits leave half of the processors idle.
+# Of latents on a Hopper: channels that are values, those behind, and keys of a split by rows x groups of heads. A
+# program has a multiprocessor to itself, and what a split leaves is 2 KB for each query head. On an H200 32 rows of
+# 8,192 take 82.1 us in splits of 2,048 and 91.1 of 1,024; 64 rows of 2,048 take 72.8 and 52.8, as 64 splits leave half
+# of the processors idle.
 LATENT_DIM, LATENTS_BEHIND = 512, (0, 64)
-LATENT_KEYS, LATENT_STAGES = 64, 2
 LATENT_SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (16, 512), (32, 2048), (64, 1024))
+# Of short rows on a Hopper: sizes of heads of keys and values, keys of a block, and programs of a multiprocessor where
+# each has room for so many tiles of keys or values, so that one computes while another begins or ends. A program that
+# has it to itself takes 8 warps for more columns than FEW_COLUMNS.
+SHORT_DIMS, HOPPER_KEYS = (64, 128, 256), 64
+SHORT_PROGRAMS, LEAST_TILES = 2, 3
+FEW_COLUMNS = 32
+# Shared memory of a multiprocessor, and what a program needs of it beside queries, weights and tiles.
+SHARED_BYTES, SPARE_BYTES = 228 << 10, 3 << 10
 
 
 def choose_group(heads: AttentionHeads, value_bytes: int) -> int:
@@ -120,13 +130,17 @@ def choose_tile(
     return Tile(columns, columns // padded, keys, num_warps, stages, split, programs)
 
 
-def choose_latent_tile(heads: AttentionHeads, group: int, num_rows: int, max_length: int) -> Tile:
-    """Return what `choose_tile` does, of short rows for `attend_latents_kernel`."""
-    padded = pow2(group)
-    columns = max(LEAST_COLUMNS, padded, min(MOST_SHORT_COLUMNS, padded * pow2(max(1, max_length))))
-    split = _choose_split(num_rows * (heads.num_queries // group), LATENT_SPLITS)
-    num_warps = 8 if columns > 32 else 4
-    return Tile(columns, columns // padded, LATENT_KEYS, num_warps, LATENT_STAGES, split, 1)
+def choose_hopper_tile(heads: AttentionHeads, group: int, num_rows: int, max_length: int) -> Tile:
+    """Return what `choose_tile` does, of short rows for `attend_short_kernel`: its stages are all tiles of keys and of
+    values that there is room for."""
+    columns = max(LEAST_COLUMNS, pow2(group), min(MOST_SHORT_COLUMNS, pow2(group * max(1, max_length))))
+    splits = LATENT_SPLITS if heads.is_latent else SPLITS if columns == LEAST_COLUMNS else SPLITS[:-1]
+    split = _choose_split(num_rows * (heads.num_queries // group), splits)
+    beside = SPARE_BYTES + 2 * columns * (heads.key_dim + HOPPER_KEYS)
+    tiles = {n: (SHARED_BYTES // n - beside) // (2 * HOPPER_KEYS * heads.key_dim) for n in (1, SHORT_PROGRAMS)}
+    programs = SHORT_PROGRAMS if tiles[SHORT_PROGRAMS] >= LEAST_TILES else 1
+    num_warps = 8 if programs == 1 and columns > FEW_COLUMNS else 4
+    return Tile(columns, columns // group, HOPPER_KEYS, num_warps, tiles[programs], split, programs)
 
 
 def _choose_split(count: int, splits: tuple[tuple[int, int], ...]) -> int:
@@ -138,8 +152,9 @@ def count_at_once(num_rows: int) -> int:
     return FEW_ROWS if num_rows <= FEW_ROWS else MOST_ROWS
 
 
-def choose_parts(value_dim: int, num_queries: int) -> tuple[int, int]:
-    """Return the channels that a program of the combine takes, and the splits at once, for so many tokens x heads."""
-    many = MANY if value_dim < LATENT_DIM else MANY_LATENTS
+def choose_parts(value_dim: int, columns: int, num_queries: int) -> tuple[int, int]:
+    """Return the channels that a program of the combine takes, and the splits at once, for tiles of so many columns and
+    so many tokens x heads."""
+    many = WIDE if value_dim >= LATENT_DIM or columns > LEAST_COLUMNS else MANY
     channels, splits = FEW if num_queries < FEW_COMBINES else many
     return min(pow2(value_dim), channels), splits

@@ -12,7 +12,7 @@ from deltaline_kernels.attention.plan import (
     MOST_ROWS,
     AttentionHeads,
     choose_group,
-    choose_latent_tile,
+    choose_hopper_tile,
     choose_parts,
     choose_tile,
     count_at_once,
@@ -47,11 +47,13 @@ def attention_batches(num_heads: int, max_draft: int, device: torch.device | str
 def short_kernels(heads: AttentionHeads, num_rows: int, longest: int) -> tuple[Any, ...]:
     """What kernels of so many short rows of 16-bit values are compiled for, the longest of them of so many tokens."""
     group = choose_group(heads, 2)
-    tiles = [choose_tile(heads, group, num_rows, longest, 2, long=False)]
-    if heads.is_latent:
-        tiles.append(choose_latent_tile(heads, group, num_rows, longest))
-    parts = choose_parts(heads.value_dim, num_rows * longest * heads.num_queries)
-    return *tiles, count_at_once(num_rows), parts
+    tiles = (
+        choose_tile(heads, group, num_rows, longest, 2, long=False),
+        choose_hopper_tile(heads, group, num_rows, longest),
+    )
+    num_queries = num_rows * longest * heads.num_queries
+    parts = (choose_parts(heads.value_dim, tile.columns, num_queries) for tile in tiles)
+    return *tiles, *parts, count_at_once(num_rows)
 
 
 def short_attention_batches(heads: AttentionHeads, max_draft: int, device: torch.device | str) -> dict[str, Rows]:

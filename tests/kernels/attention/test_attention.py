@@ -42,6 +42,7 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MOST_KEYS", 64)
     monkeypatch.setattr(plan, "FEW_COMBINES", 0)
     monkeypatch.setattr(plan, "MANY", (64, 2))
+    monkeypatch.setattr(plan, "WIDE", (64, 2))
     monkeypatch.setattr(plan, "SHORT", {size: (32, *rest) for size, (_, *rest) in plan.SHORT.items()})
 
 

@@ -69,7 +69,7 @@ def test_short_rows_of_a_hopper_have_one_copy_of_keys(
     """No operand of a product is in registers: those of the second are read the other way round where they lie. From
     the first product to the next copy no sum is spilled, at most an address or two."""
     kernels = compile_rows(monkeypatch, num_heads, key_dim, tokens, page=64, num_short=32)
-    assert [kernel.metadata.name for kernel in kernels] == ["attend_latents_kernel", "combine_kernel"]
+    assert [kernel.metadata.name for kernel in kernels] == ["attend_short_kernel", "combine_kernel"]
     code = kernels[0].asm["sass"]
     assert len(LOCAL.findall(code[code.index("HGMMA") : code.rindex("UTMALDG")])) <= 4
     products = re.findall(r"HGMMA\S+ R\d+, (\S+?)\[\S+\](\S*),", code)

@@ -39,8 +39,9 @@ class Pointer:
         moved.offset = torch.as_tensor(self.offset)[at]
         return moved
 
-    def to(self, dtype: torch.dtype) -> Pointer:
+    def to(self, dtype: torch.dtype, bitcast: bool = True) -> Pointer:
         """Return a pointer to values of another dtype of the same size."""
+        assert bitcast
         assert dtype.itemsize == self.memory.dtype.itemsize
         moved = self + 0
         moved.memory, moved.dtype = self.memory.view(dtype), types.SimpleNamespace(element_ty=dtype)
@@ -235,6 +236,7 @@ def _language(program: Callable[[], int], num_programs: int) -> types.SimpleName
         sum=lambda x, axis: x.sum(axis),
         max=lambda x, axis: x.amax(axis),
         min=lambda x, axis: x.amin(axis),
+        cumsum=lambda x, axis: x.cumsum(axis),
         associative_scan=lambda x, axis, _add: x.cumsum(axis),
         reshape=torch.reshape,
         expand_dims=torch.unsqueeze,
@@ -280,13 +282,16 @@ def run_on_cpu(kernel: Any, grid: int, arguments: dict[str, Any]) -> None:
         "warpgroup_mma": _multiply,
         "warpgroup_mma_wait": _wait,
         "warpgroup_mma_init": lambda x: x,
+        # Modifiers of attention, which are inlined.
+        "leaf_function": lambda leaf: rebuild(leaf.function),
+        "leaf_range": lambda leaf: rebuild(leaf.range_function),
     }
 
     def rebuild(function: Any) -> Callable[..., Any]:
         raw = function.fn
         helpers = {name: rebuild(raw.__globals__[name]) for name in raw.__code__.co_names if _is_kernel(raw, name)}
         constants = {name: value.value for name, value in raw.__globals__.items() if isinstance(value, constexpr)}
-        known = {**raw.__globals__, **constants, **names, **helpers}
+        known = {**raw.__globals__, **constants, **helpers, **names}
         return types.FunctionType(raw.__code__, known, raw.__name__, raw.__defaults__)
 
     run = rebuild(kernel)

@@ -87,13 +87,14 @@ def _cut(begin, end, parameters, b, h, first, last, LEAF: tl.constexpr):
 
 @triton.jit
 def sees(found, b, h, q, kv, SPEC: tl.constexpr):
-    """Return whether q sees kv, of a tile; `found` as of `load_masks`."""
-    seen = (kv < 0) & (q < 0) & (kv > 0)
+    """Return whether q sees kv, of a tile and a mask of one clause or more; `found` as of `load_masks`."""
+    seen = False
     for i in tl.static_range(num_clauses(SPEC)):
-        joined = (kv >= 0) | (q < 0)
+        joined = True
         for j in tl.static_range(num_parts(SPEC, i)):
-            joined = joined & _sees(found[flat_index(SPEC, i, j)], b, h, q, kv, mask_leaf(SPEC, i, j))
-        seen = seen | joined
+            one = _sees(found[flat_index(SPEC, i, j)], b, h, q, kv, mask_leaf(SPEC, i, j))
+            joined = one if j == 0 else joined & one
+        seen = joined if i == 0 else seen | joined
     return seen
 
 
@@ -107,7 +108,7 @@ def find_range(parameters, b, first, last, num_keys, HQ: tl.constexpr, SPEC: tl.
         return 0 * num_keys, num_keys
     else:
         HEADS: tl.constexpr = range_heads(SPEC, HQ)
-        h = tl.minimum(tl.arange(0, HEADS), HQ - 1)[None, :]
+        h = 0 * num_keys if HEADS == 1 else tl.minimum(tl.arange(0, HEADS), HQ - 1)[None, :]
         low = num_keys + 0 * h
         high = 0 * low
         for i in tl.static_range(num_clauses(SPEC)):

@@ -1,13 +1,14 @@
-"""Causal attention of short rows over latents for Hopper, in Gluon: one copy of a block of keys serves both products.
+"""Attention of short rows for Hopper, in Gluon: keys and values come by the copy engine while others are computed.
 
-A tile has as columns the queries of a few tokens and of all heads that share the latents; its rows are keys, and
+A tile has as columns the queries of a few tokens and of all heads that share a head of keys; its rows are keys, and
 channels of the output:
 
     S = scale K Q^T;  P = exp2(S log2 e - m);  O = O exp2(m' - m) + V^T P
 
-A block of keys is part of one page, whose rows lie together: the copy engine brings it as it is, its latents and what
-is behind them. V is its latents, and V^T the same block of shared memory, read the other way round. While a block is
-computed the next one comes; a program goes through the splits of the same queries in one loop, whose copies never
+A block of keys is part of one page, whose rows the copy engine brings as they are: a tile of keys, then one of values,
+into a ring of tiles in shared memory. V^T is a tile read the other way round. So the values of latents, which are the
+first channels of their keys, are no second tile: one copy serves both products. What takes a tile's place is asked for
+as soon as its product is done; a program goes through the splits of the same queries in one loop, whose copies never
 pause. Items of work, and what a split leaves for the combine, are those of kernel.py. Every operand is in shared
 memory.
 """
@@ -22,102 +23,31 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from deltaline_kernels.attention.hopper_copies import copy_tile, load_queries
 from deltaline_kernels.attention.inputs import Keys, Queries
-from deltaline_kernels.attention.output import finish, store_sums
-from deltaline_kernels.attention.plan import LATENT_DIM, LATENT_KEYS, LATENTS_BEHIND, Tile, count_at_once
+from deltaline_kernels.attention.items import count_rows, pick
+from deltaline_kernels.attention.modifiers.modify import load_masks, load_scores, modify, sees
+from deltaline_kernels.attention.modifiers.shipped import SHIPPED
+from deltaline_kernels.attention.modifiers.spec import num_clauses, num_scores
+from deltaline_kernels.attention.output import LOG2_E, finish, store_sums
+from deltaline_kernels.attention.plan import (
+    HOPPER_KEYS,
+    LATENT_DIM,
+    LATENTS_BEHIND,
+    MOST_SHORT_COLUMNS,
+    SHORT_DIMS,
+    Tile,
+    count_at_once,
+)
 from deltaline_kernels.device.hopper import barrier, clear_rows, on_hopper
 from deltaline_kernels.device.sizes import pow2
 from deltaline_kernels.rows import Rows
-
-LOG2_E = 1.4426950408889634
-
-
-@gluon.jit
-def _add(x, y):
-    return x + y
-
-
-@gluon.jit
-def _count_rows(
-    control,
-    control_stride,
-    num_rows,
-    HEADS: gl.constexpr,
-    TOKENS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    ROWS: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Return how many items each row has, and how many splits, as items.py counts them of a causal mask."""
-    o_r = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    is_row = o_r < num_rows
-    begin = gl.load(control + o_r, mask=is_row, other=0)
-    n = gl.load(control + o_r + 1, mask=is_row, other=0) - begin
-    b = gl.load(control + 2 * control_stride + o_r, mask=is_row, other=-1)
-    position = gl.load(control + 6 * control_stride + o_r, mask=is_row, other=0)
-    num_keys = gl.where((b >= 0) & (n > 0), gl.maximum(position + n, 0), 0)
-    splits = gl.maximum((num_keys + SPLIT - 1) // SPLIT, 1)
-    return (n + TOKENS - 1) // TOKENS * splits * HEADS, splits
-
-
-@gluon.jit
-def _find_item(item, count, row_splits, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Return of item `item` of rows that `_count_rows` counted: its row, the row's first item and its splits."""
-    o_r = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    row = gl.sum((gl.associative_scan(count, 0, _add) <= item).to(gl.int32), 0)
-    base = gl.sum(gl.where(o_r < row, count, 0), 0)
-    return row, base, gl.sum(gl.where(o_r == row, row_splits, 0), 0)
-
-
-@gluon.jit
-def _copy_block(tiles, buffers, step, page, i_key, is_here, PAGE: gl.constexpr, BEHIND: gl.constexpr):
-    """Begin to copy the block of a page that key i_key begins, the step-th one of this program, if it is there."""
-    k_tiles, behind_tiles = tiles
-    k_s, behind_s, bars = buffers
-    STAGES: gl.constexpr = k_s.shape[0]
-    BLOCK_N: gl.constexpr = k_s.shape[1]
-    DV: gl.constexpr = k_s.shape[2]
-    stage = step % STAGES
-    bar = bars.index(stage)
-    at = page * PAGE + i_key % PAGE
-    mbarrier.expect(bar, 2 * BLOCK_N * (DV + BEHIND), pred=is_here)
-    tma.async_copy_global_to_shared(k_tiles, [at, 0], bar, k_s.index(stage), pred=is_here)
-    if BEHIND > 0:
-        tma.async_copy_global_to_shared(behind_tiles, [at, DV], bar, behind_s.index(stage), pred=is_here)
-
-
-@gluon.jit
-def _load_queries(
-    q_s,
-    q,
-    q_stride,
-    begin,
-    first,
-    n,
-    h,
-    Q_HEAD: gl.constexpr,
-    GROUP: gl.constexpr,
-    PADDED: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Copy channels of the queries of the tokens from `first` on and the heads from h on to shared memory, PADDED for
-    each token; zeros where there is none."""
-    BLOCK_M: gl.constexpr = q_s.shape[0]
-    D: gl.constexpr = q_s.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
-    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    i_t = first + o_m // PADDED
-    at = (begin + i_t).to(gl.int64) * q_stride + (h + o_m % PADDED) * Q_HEAD
-    is_here = (o_m % PADDED < GROUP) & (i_t < n)
-    q_s.store(gl.load(q + (at[:, None] + o_d[None, :]), mask=is_here[:, None] & (o_d >= 0)[None, :], other=0.0))
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -125,12 +55,13 @@ def _load_queries(
     do_not_specialize=["control_stride", "table_stride", "num_rows"],
     do_not_specialize_on_alignment=["control", "page_table"],
 )
-def attend_latents_kernel(
+def attend_short_kernel(
     k_tiles,
-    behind_tiles,
+    beside_tiles,
     q,
     page_table,
     control,
+    parameters,
     sinks,
     gate,
     o,
@@ -140,9 +71,10 @@ def attend_latents_kernel(
     control_stride,
     table_stride,
     num_rows,
-    # The scale of exponents of 2.
-    C: gl.constexpr,
+    SCALE: gl.constexpr,
     HQ: gl.constexpr,
+    # Values are the first channels of keys, which have BEHIND more.
+    LATENT: gl.constexpr,
     BEHIND: gl.constexpr,
     Q_HEAD: gl.constexpr,
     GATE_ROW: gl.constexpr,
@@ -151,14 +83,15 @@ def attend_latents_kernel(
     HAS_GATE: gl.constexpr,
     HAS_LSE: gl.constexpr,
     PAGE: gl.constexpr,
+    SPEC: gl.constexpr,
     GROUP: gl.constexpr,
-    PADDED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DV: gl.constexpr,
     # Of a multiple of BLOCK_N keys; of more than a row has where nothing is to be combined.
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
+    # Tiles in shared memory.
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
     WARPS: gl.constexpr,
@@ -168,9 +101,13 @@ def attend_latents_kernel(
         # The combine may start, and wait.
         gdc_launch_dependents()
     HEADS: gl.constexpr = HQ // GROUP
-    TOKENS: gl.constexpr = BLOCK_M // PADDED
+    TOKENS: gl.constexpr = BLOCK_M // GROUP
     COLUMNS: gl.constexpr = TOKENS * GROUP
     ITEM: gl.constexpr = COLUMNS * DV + (2 * COLUMNS + 3) // 4 * 4
+    MODIFIED: gl.constexpr = num_scores(SPEC) > 0
+    # Of a block of keys; and, counted from its first, the one that takes the place of its last.
+    TILES: gl.constexpr = 1 if LATENT else 2
+    LAST: gl.constexpr = STAGES + TILES - 1
     # Warps beside each other have other columns of scores: 4 have all keys of a block.
     ACROSS: gl.constexpr = WARPS // 4
     dtype: gl.constexpr = k_tiles.dtype
@@ -180,32 +117,39 @@ def attend_latents_kernel(
     across_o: gl.constexpr = gl.SliceLayout(0, mma_o)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_M, 16, 2)
 
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], k_tiles.layout)
+    tiles_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], k_tiles.layout)
     q_s = gl.allocate_shared_memory(dtype, [1, BLOCK_M, DV], k_tiles.layout)
     if BEHIND > 0:
-        behind_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BEHIND], behind_tiles.layout)
-        q_behind_s = gl.allocate_shared_memory(dtype, [1, BLOCK_M, BEHIND], behind_tiles.layout)
+        behind_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BEHIND], beside_tiles.layout)
+        q_behind_s = gl.allocate_shared_memory(dtype, [1, BLOCK_M, BEHIND], beside_tiles.layout)
     else:
-        behind_s = k_s
+        behind_s = tiles_s
     p_s = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], p_layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i_bar in gl.static_range(STAGES):
         mbarrier.init(bars.index(i_bar), count=1)
     fence_async_shared()
     barrier()
-    tiles = (k_tiles, behind_tiles)
-    buffers = (k_s, behind_s, bars)
+    tiles = (k_tiles, beside_tiles)
+    buffers = (tiles_s, behind_s, bars)
 
     o_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma_s))
     o_s = gl.arange(0, BLOCK_M, layout=across_s)
     o_m = gl.arange(0, BLOCK_M, layout=across_o)
     o_v = gl.arange(0, DV, layout=gl.SliceLayout(1, mma_o))
-    column = o_m // PADDED * GROUP + o_m % PADDED
     no_scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma_s)
     no_sums = gl.zeros([DV, BLOCK_M], gl.float32, mma_o)
     nothing = gl.full([BLOCK_M], float("-inf"), gl.float32, across_s)
 
-    count, row_splits = _count_rows(control, control_stride, num_rows, HEADS, TOKENS, SPLIT, ROWS, WARPS)
+    rows_by_head: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [1, 0]))
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    o_r = gl.arange(0, ROWS, layout=rows_by_head)
+    count, row_splits, row_low, row_high = count_rows(
+        o_r, control, control_stride, num_rows, parameters, control, HQ, HEADS, TOKENS, SPLIT, False, None, SPEC
+    )
+    o_r, count = gl.convert_layout(o_r, flat), gl.convert_layout(count, flat)
+    row_splits = gl.convert_layout(row_splits, flat)
+    row_low, row_high = gl.convert_layout(row_low, flat), gl.convert_layout(row_high, flat)
     pid = gl.program_id(0)
     num_items = gl.sum(count, 0)
     share = num_items // gl.num_programs(0)
@@ -215,83 +159,108 @@ def attend_latents_kernel(
     # Blocks that this program has computed.
     done = item * 0
     while item < end_item:
-        row, base, splits = _find_item(item, count, row_splits, ROWS, WARPS)
+        row, base, splits, low, high = pick(o_r, item, count, row_splits, row_low, row_high)
         begin = gl.load(control + row)
         n = gl.load(control + row + 1) - begin
         b = gl.load(control + 2 * control_stride + row)
         position = gl.load(control + 6 * control_stride + row)
+        line = gl.maximum(b, 0)
         num_keys = gl.where(b >= 0, gl.maximum(position + n, 0), 0)
         i_split = (item - base) % splits
         rest = (item - base) // splits
         # Items of the same queries that this program takes in one go.
         run = gl.minimum(splits - i_split, end_item - item)
         h = rest % HEADS * GROUP
+        # Where the head's keys and values are in a row of a page; latents have one head.
+        channel = 0 if LATENT else rest % HEADS * DV
         first_token = rest // HEADS * TOKENS
-        first = i_split * SPLIT
-        end = gl.minimum(num_keys, first + run * SPLIT)
+        i_first = low // SPLIT + i_split
+        first = gl.maximum(low // BLOCK_N * BLOCK_N, i_first * SPLIT)
+        end = gl.minimum(high, (i_first + run) * SPLIT)
         num_blocks = gl.maximum(end - first + BLOCK_N - 1, 0) // BLOCK_N
-        p_table = page_table + gl.maximum(b, 0).to(gl.int64) * table_stride
+        p_table = page_table + line.to(gl.int64) * table_stride
         for ahead in gl.static_range(STAGES):
-            start = first + ahead * BLOCK_N
+            start = first + ahead // TILES * BLOCK_N
             own = gl.load(p_table + start // PAGE, mask=start < end, other=0)
-            _copy_block(tiles, buffers, done + ahead, own, start, start < end, PAGE, BEHIND)
-        _load_queries(q_s.index(0), q, q_stride, begin, first_token, n, h, Q_HEAD, GROUP, PADDED, WARPS)
+            copy_tile(tiles, buffers, channel, done * TILES, own, first, end, ahead, TILES, PAGE, BEHIND)
+        load_queries(q_s.index(0), q, q_stride, begin, first_token, n, h, Q_HEAD, GROUP, WARPS)
         if BEHIND > 0:
-            _load_queries(q_behind_s.index(0), q + DV, q_stride, begin, first_token, n, h, Q_HEAD, GROUP, PADDED, WARPS)
+            load_queries(q_behind_s.index(0), q + DV, q_stride, begin, first_token, n, h, Q_HEAD, GROUP, WARPS)
         fence_async_shared()
         barrier()
 
-        # The last key that each column sees.
-        last = position + first_token + o_s // PADDED
-        i_t = first_token + o_m // PADDED
-        in_m = (i_t < n) & (o_m % PADDED < GROUP)
+        h_s = (h + o_s % GROUP)[None, :]
+        q_at = (position + first_token + o_s // GROUP)[None, :]
+        score_values = load_scores(parameters, line, h_s, SPEC)
+        mask_values = load_masks(parameters, line, h_s, SPEC)
+        i_t = first_token + o_m // GROUP
+        in_m = (i_t < n) & (o_m < COLUMNS)
         p_item = partials + item.to(gl.int64) * ITEM
         m = nothing
         # Each thread's own: they are put together where a split ends.
         sums = no_scores
         acc = no_sums
-        page = gl.load(p_table + (first + STAGES * BLOCK_N) // PAGE, mask=num_blocks > STAGES, other=0)
+        ahead = STAGES // TILES * BLOCK_N
+        page = gl.load(p_table + (first + ahead) // PAGE, mask=first + ahead < end, other=0)
         for i in range(0, num_blocks):
             start = first + i * BLOCK_N
-            stage = (done + i) % STAGES
+            step = (done + i) * TILES
+            stage = step % STAGES
             # Nothing that an assembler knows: it would keep where each product finds its queries in a register.
             zero = gl.minimum(done + i, 0)
-            # The block that takes this one's place; and the one behind it, so that nothing waits for a page's number.
-            then = start + STAGES * BLOCK_N
-            next_page = gl.load(p_table + (then + BLOCK_N) // PAGE, mask=then + BLOCK_N < end, other=0)
-            mbarrier.wait(bars.index(stage), (done + i) // STAGES % 2)
-            if start + BLOCK_N > num_keys:
-                # What is behind a row's keys may be anything, and 0 times that no number.
-                clear_rows(k_s.index(stage), num_keys - start, WARPS)
+            # The pages of blocks whose tiles take these ones' places: loaded before, so that nothing waits for them.
+            then = start + ahead + BLOCK_N
+            next_page = gl.load(p_table + then // PAGE, mask=then < end, other=0)
+            mbarrier.wait(bars.index(stage), step // STAGES % 2)
+            # What is behind a row's keys may be anything, and 0 times that no number.
+            is_cut = start + BLOCK_N > num_keys
+            if LATENT and is_cut:
+                clear_rows(tiles_s.index(stage), num_keys - start, WARPS)
             s = warpgroup_mma(
-                k_s.index(stage), q_s.index(zero).permute((1, 0)), no_scores, use_acc=False, is_async=True
+                tiles_s.index(stage), q_s.index(zero).permute((1, 0)), no_scores, use_acc=False, is_async=True
             )
             if BEHIND > 0:
                 s = warpgroup_mma(behind_s.index(stage), q_behind_s.index(zero).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
-            kv = start + o_n
-            seen = (kv[:, None] <= last[None, :]) & (kv < num_keys)[:, None]
-            s = gl.where(seen, s * C, float("-inf"))
-            new_m = gl.maximum(m, gl.max(s, 0))
+            kv = (start + o_n)[:, None]
+            if MODIFIED:
+                s = modify(s * SCALE, score_values, line, h_s, q_at, kv, SPEC)
+            else:
+                s *= SCALE * LOG2_E
+            seen = kv < num_keys
+            if num_clauses(SPEC) > 0:
+                seen = seen & sees(mask_values, line, h_s, q_at, kv, SPEC)
+            s = gl.where(seen, s, float("-inf"))
+            # Of modified scores the maximum alone becomes an exponent of 2, as in kernel.py.
+            largest = gl.max(s, 0)
+            new_m = gl.maximum(m, largest * LOG2_E if MODIFIED else largest)
             # Where nothing was seen yet the difference of two infinities would be no number.
             safe = gl.where(new_m == float("-inf"), 0.0, new_m)
             decay = gl.exp2(m - safe)
-            p = gl.exp2(s - safe[None, :])
+            p = gl.exp2(gl.fma(s, LOG2_E, -safe[None, :]) if MODIFIED else s - safe[None, :])
             p_s.store(p.to(dtype))
             fence_async_shared()
             sums = sums * decay[None, :] + p
             acc = acc * gl.convert_layout(decay, across_o)[None, :]
             m = new_m
             barrier()
-            acc = warpgroup_mma(k_s.index(stage).permute((1, 0)), p_s, acc, is_async=True)
+            if not LATENT:
+                # The scores were all that needed the keys.
+                copy_tile(tiles, buffers, channel, step, page, start, end, STAGES, TILES, PAGE, BEHIND)
+                stage = (step + 1) % STAGES
+                mbarrier.wait(bars.index(stage), (step + 1) // STAGES % 2)
+                if is_cut:
+                    clear_rows(tiles_s.index(stage), num_keys - start, WARPS)
+            acc = warpgroup_mma(tiles_s.index(stage).permute((1, 0)), p_s, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             barrier()
-            _copy_block(tiles, buffers, done + i + STAGES, page, then, then < end, PAGE, BEHIND)
+            own = next_page if LAST // TILES > STAGES // TILES else page
+            copy_tile(tiles, buffers, channel, step, own, start, end, LAST, TILES, PAGE, BEHIND)
             page = next_page
             if (((start + BLOCK_N) % SPLIT == 0) | (i == num_blocks - 1)) & (splits > 1):
                 top = gl.convert_layout(m, across_o)
                 total = gl.convert_layout(gl.sum(sums, 0), across_o)
-                store_sums(p_item, acc, top, total, column, o_v, in_m, COLUMNS, DV)
+                store_sums(p_item, acc, top, total, o_m, o_v, in_m, COLUMNS, DV)
                 p_item += ITEM
                 m = nothing
                 sums = no_scores
@@ -305,7 +274,7 @@ def attend_latents_kernel(
                 top,
                 total,
                 begin + i_t,
-                gl.minimum(h + o_m % PADDED, HQ - 1),
+                h + o_m % GROUP,
                 o_v,
                 in_m,
                 b >= 0,
@@ -324,27 +293,33 @@ def attend_latents_kernel(
         item += run
 
 
-def can_attend_latents(queries: Queries, keys: Keys) -> bool:
-    """Return whether `launch_latents` runs on this device with these sizes, a causal mask and no other modifier."""
+def can_attend_short(queries: Queries, keys: Keys) -> bool:
+    """Return whether `launch_short` runs on this device with these sizes and modifiers."""
     q, heads = queries.q, queries.heads
+    if heads.is_latent:
+        fits = heads.num_keys == 1 and heads.value_dim == LATENT_DIM and heads.behind_latent in LATENTS_BEHIND
+    else:
+        fits = heads.value_dim == heads.key_dim in SHORT_DIMS and heads.group <= MOST_SHORT_COLUMNS
     return (
-        on_hopper(q.device)
+        fits
+        and on_hopper(q.device)
         and q.element_size() == 2
-        and heads.is_latent
-        and heads.num_keys == 1
-        and heads.value_dim == LATENT_DIM
-        and heads.behind_latent in LATENTS_BEHIND
         and keys.page_table is not None
         # Of nothing the copy engine has no tiles.
         and keys.k.shape[0] > 0
-        and keys.page_size >= LATENT_KEYS
-        and queries.is_only_causal
+        and keys.page_size >= HOPPER_KEYS
+        and queries.blocks is None
+        # Of other packages' nothing tells whether Gluon takes them.
+        and all(leaf.part.modifier in SHIPPED.values() for leaf in queries.modifiers.all_leaves)
+        # `find_range` has no layout for heads.
+        and not queries.modifiers.ranges_by_head
         # The copy engine's.
         and keys.k.data_ptr() % 16 == 0
+        and (keys.v is None or keys.v.data_ptr() % 16 == 0)
     )
 
 
-def launch_latents(
+def launch_short(
     queries: Queries,
     keys: Keys,
     rows: Rows,
@@ -362,22 +337,30 @@ def launch_latents(
     """
     q, heads = queries.q, queries.heads
     assert keys.page_table is not None
-    pages, layout = keys.k.flatten(0, 2), gl.NVMMASharedLayout(128, 16, 2)
-    attend_latents_kernel[(programs,)](
-        *(TensorDescriptor.from_tensor(pages, [tile.keys, width], layout) for width in (heads.value_dim, 64)),
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+
+    def tiles(pages: Tensor, width: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(pages.flatten(0, 1).flatten(1), [tile.keys, width], layout)
+
+    beside = tiles(keys.k, 64) if keys.v is None else tiles(keys.v, heads.value_dim)
+    attend_short_kernel[(programs,)](
+        tiles(keys.k, heads.value_dim),
+        beside,
         q,
         keys.page_table,
         rows.control,
+        queries.modifiers.parameters,
         *outputs,
         q.stride(0),
         rows.control.stride(0),
         keys.page_table.stride(0),
         rows.num_rows,
-        C=heads.scale * LOG2_E,
+        SCALE=heads.scale,
+        LATENT=heads.is_latent,
         BEHIND=heads.behind_latent,
         Q_HEAD=q.stride(1),
         PAGE=keys.page_size,
-        PADDED=tile.columns // tile.tokens,
+        SPEC=queries.modifiers.spec,
         BLOCK_M=tile.columns,
         BLOCK_N=tile.keys,
         SPLIT=split or 1 << 30,
