@@ -25,10 +25,6 @@ PARTS = 3
 """Of the memory."""
 UNWRITTEN = 0xFF
 """Every byte of memory that nobody has written to."""
-AHEAD_BYTES = 16 << 20
-"""Of the weight behind, that are asked for: what the memory gives in the time of a launch."""
-ASKED = 512
-"""Pieces that a program asks for at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,26 +47,8 @@ class PeerSums:
     world: int
 
 
-@triton.jit
-def _ask_ahead(address, num_bytes):
-    """Let so many bytes, a multiple of 16, 0 for none, at each address come to the L2, for whoever reads them next."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred has_bytes;
-        setp.ne.u32 has_bytes, $2, 0;
-        @has_bytes cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [address, num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-# One compiled variant whatever tokens a batch has and whatever is asked ahead: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["num_rows", "num_pieces", "piece_stride", "piece_bytes"])
+# One compiled variant whatever tokens a batch has: nothing is compiled while serving.
+@triton.jit(do_not_specialize=["num_rows"])
 def _summed_rms_norm(
     summand,
     residual,
@@ -79,21 +57,16 @@ def _summed_rms_norm(
     normed,
     memories,
     turns,
-    ahead,
     num_rows,
     slot,
     scale,
     eps,
-    num_pieces,
-    piece_stride,
-    piece_bytes,
     D: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
-    ASKED: tl.constexpr,
 ):
     kind: tl.constexpr = summand.dtype.element_ty
     bits: tl.constexpr = tl.int16 if kind.primitive_bitwidth == 16 else tl.int32
@@ -103,10 +76,6 @@ def _summed_rms_norm(
     in_row = o_d < D
     if OVERLAP:
         gdc_launch_dependents()
-        for begin in range(pid, num_pieces, tl.num_programs(0) * ASKED):
-            o_piece = begin + tl.num_programs(0) * tl.arange(0, ASKED)
-            address = ahead.to(tl.int64) + o_piece.to(tl.int64) * piece_stride
-            _ask_ahead(address, tl.where(o_piece < num_pieces, piece_bytes, 0))
     b_w = tl.load(weight + o_d, mask=in_row, other=0.0)
     own = tl.multiple_of(tl.load(memories + RANK).to(tl.pointer_type(bits)), 16)
     if OVERLAP:
@@ -149,13 +118,7 @@ def _summed_rms_norm(
 
 
 def summed_rms_norm(
-    summand: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    scale: float,
-    peers: PeerSums,
-    ahead: Tensor | None = None,
+    summand: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float, peers: PeerSums
 ) -> tuple[Tensor, Tensor]:
     """Return the residual with the GPUs' sum, and the norm of that; mutates the memory of `peers`.
 
@@ -164,8 +127,6 @@ def summed_rms_norm(
             `peers.slot_bytes`; T > 0, D a multiple of 16 bytes.
         residual: `[T, D]` contiguous, of the same dtype or fp32.
         weight: `[D]` fp32. eps: added to the mean square. scale: of the sum, which is rounded to summand.dtype first.
-        ahead: `[N, D]` contiguous, what the next product reads: some of it comes to the L2 while GPUs wait for each
-            other. None for nothing.
 
     Returns:
         `[T, D]` in residual.dtype, residual + scale * sum; and `[T, D]` in summand.dtype, that in summand.dtype times
@@ -179,7 +140,6 @@ def summed_rms_norm(
         raise ValueError(f"summand: expected 1 .. {peers.slot_bytes} bytes, got {num_bytes}")
     size, overlap = summand.shape[1], can_overlap(summand)
     summed, normed = torch.empty_like(residual), torch.empty_like(summand)
-    num_pieces, piece_stride, piece_bytes = (0, 0, 0) if ahead is None else pieces_of(ahead)
     kernel: Any = _summed_rms_norm
     kernel[(PROGRAMS,)](
         summand,
@@ -189,29 +149,17 @@ def summed_rms_norm(
         normed,
         peers.memories,
         peers.turns,
-        summand if ahead is None else ahead,
         len(summand),
         peers.slot_bytes // summand.itemsize,
         float(scale),
         float(eps),
-        num_pieces,
-        piece_stride,
-        piece_bytes,
         D=size,
         RANK=peers.rank,
         WORLD=peers.world,
         PARTS=PARTS,
         BLOCK=triton.next_power_of_2(size),
         OVERLAP=overlap,
-        ASKED=ASKED,
         num_warps=16 if size > 2048 else 4,
         **launch_options(overlap=overlap),
     )
     return summed, normed
-
-
-def pieces_of(weight: Tensor) -> tuple[int, int, int]:
-    """Return how many pieces of a weight are asked for, and bytes from one to the next and of each: the beginnings of
-    its rows, where all programs of a product begin."""
-    num_rows, row_bytes = len(weight), weight.shape[1] * weight.itemsize
-    return num_rows, row_bytes, min(row_bytes, AHEAD_BYTES // num_rows) // 16 * 16

@@ -22,7 +22,6 @@ from deltaline_server.checkpoints.modules import MLP, MlpNames, Module, Packed, 
 from deltaline_server.layers.expert_shape import ExpertsShape
 from deltaline_server.layers.experts import EXPERTS, ExpertNames, Experts, expert_modules, expert_tensors
 from deltaline_server.layers.mlp import Mlp
-from deltaline_server.layers.projection import Projection
 from deltaline_server.ranks.ways import Ranks
 
 
@@ -59,7 +58,7 @@ class Residual:
         has a summand; None where inner gives the whole."""
         self.inner, self.scale, self.norms_output = inner, scale, norms_output
         self.norm, self.eps, self.dtype, self.in_fp32 = norm, eps, dtype, in_fp32
-        self.ranks, self.first_weight = ranks, _first_weight(inner)
+        self.ranks = ranks
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return what inner computes on of hidden `[T, hidden]`, in `dtype`."""
@@ -70,7 +69,7 @@ class Residual:
         """Return hidden + scale * made, the sum of the branch before this one, and what inner computes on of it."""
         if self.ranks is not None:
             if self.ranks.joins(made):
-                return self.ranks.join(made, hidden, self.norm, self.eps, scale, self.first_weight)
+                return self.ranks.join(made, hidden, self.norm, self.eps, scale)
             made = self.ranks.sum(made)
         if self.norms_output:
             hidden = hidden.add(made, alpha=scale)
@@ -81,12 +80,6 @@ class Residual:
         """Return what is to be scaled and added, of ranks a summand; mutates the write lines of `state`."""
         made = self.inner.forward(entering, rows, state, tiles)
         return rms_norm(made, self.norm, self.eps) if self.norms_output else made
-
-
-def _first_weight(layer: Layer) -> Tensor | None:
-    """What a mixer or an MLP multiplies by first, where that is one tensor."""
-    projection: Projection | None = getattr(layer, "in_proj", None) or getattr(layer, "gate_up", None)
-    return None if projection is None else projection.whole
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,6 @@ class Projection:
         self._adapters = adapters
         self.bias, self._ranks = bias, ranks
 
-    @property
-    def whole(self) -> Tensor | None:
-        """The weight where it is one tensor."""
-        return self._whole
-
     def __call__(self, x: Tensor, tiles: AdapterTiles | None = None) -> Tensor:
         """Project x `[T, in]` to `[T, out]`; tiles: the tokens that have adapters, None where none has."""
         y: Tensor

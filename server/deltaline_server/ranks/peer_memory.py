@@ -60,12 +60,12 @@ class PeerMemory:
         return 0 < len(summand) * row_bytes <= JOINED_BYTES and row_bytes % ALIGNMENT == 0
 
     def join(
-        self, summand: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float, ahead: Tensor | None = None
+        self, summand: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return residual + scale * sum, and its norm, as deltaline_kernels has them (norm/summed.py), like ahead."""
+        """Return residual + scale * sum, and its norm, as deltaline_kernels has them (norm/summed.py)."""
         from deltaline_kernels.norm.summed import summed_rms_norm  # it needs triton
 
-        return summed_rms_norm(summand.contiguous(), residual.contiguous(), weight, eps, scale, self._joining, ahead)
+        return summed_rms_norm(summand.contiguous(), residual.contiguous(), weight, eps, scale, self._joining)
 
     def _share_slots(self, group: dist.ProcessGroup, device: torch.device) -> PeerSums:
         """Allocate and share what `join` works with, on all ranks before any of them uses it."""

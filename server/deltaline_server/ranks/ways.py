@@ -94,16 +94,15 @@ class Ranks:
         return self._memory is not None and self._memory.joins(summand)
 
     def join(
-        self, summand: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float, ahead: Tensor | None = None
+        self, summand: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Return what a residual branch leaves, residual + scale * sum, in residual.dtype, and the norm of that in the
         summand's, both `[T, D]`: in one launch, by memory of the peers.
 
-        The sum is made in fp32 in the order of ranks, and rounded once. weight: `[D]` fp32. ahead: the weight of the
-        product behind, which is read ahead while ranks wait for each other; None for none.
+        The sum is made in fp32 in the order of ranks, and rounded once. weight: `[D]` fp32.
         """
         assert self._memory is not None
-        return self._memory.join(summand, residual, weight, eps, scale, ahead)
+        return self._memory.join(summand, residual, weight, eps, scale)
 
 
 def added(parts: Sequence[Tensor]) -> Tensor:

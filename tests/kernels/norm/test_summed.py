@@ -69,30 +69,3 @@ def test_rows_cross_in_whole_vectors(world: int, monkeypatch: pytest.MonkeyPatch
     # Sent, unwritten, and both that are returned; and the turn.
     assert len(crossing) == 2 * (world - 1) + 2 + 2
     assert not any(".b16" in line for line in coming + crossing)
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
-def test_the_weight_behind_is_asked_for_before_anything_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason="needs triton")
-    from deltaline_kernels.norm.summed import PROGRAMS, PeerSums, summed_rms_norm
-
-    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    peers = PeerSums(meta(2, dtype=torch.int64), meta(PROGRAMS, 2, dtype=torch.int32), SLOT_BYTES, 1, 2)
-    weight, behind = meta(512, dtype=torch.float32), meta(1000, 512)
-    [compiled] = compile_launches(
-        monkeypatch, lambda: summed_rms_norm(meta(7, 512), meta(7, 512), weight, EPS, 1.0, peers, behind)
-    )
-    asked, _, waited = compiled.asm["ptx"].partition("griddepcontrol.wait")
-    assert "cp.async.bulk.prefetch.L2.global" in asked
-    assert "cp.async.bulk.prefetch.L2.global" not in waited
-
-
-@pytest.mark.parametrize(("rows", "columns", "size"), [(8192, 5120, 2048), (17408, 5120, 960), (100, 48, 96)])
-def test_as_much_of_each_row_is_asked_for(rows: int, columns: int, size: int) -> None:
-    pytest.importorskip("triton", reason="needs triton")
-    from deltaline_kernels.norm.summed import pieces_of
-
-    weight = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
-    assert pieces_of(weight) == (rows, 2 * columns, size)

@@ -41,7 +41,7 @@ class Attention:
         """Load it. rotary: as `rotary_table` gives it. Raises ModelError if its heads can't be shared out."""
         shape = family.shape.shard(reader.placement.world_size)
         in_proj, out_proj = family.packed
-        self.in_proj = load_projection(reader, in_proj, adapters, has_bias=shape.has_bias)
+        self._in_proj = load_projection(reader, in_proj, adapters, has_bias=shape.has_bias)
         self._q_norm, self._k_norm = (
             None if shape.qk_norm is QkNorm.NONE else family.norm_offset + reader.vector(family.name + name)
             for name in family.norms
@@ -57,7 +57,7 @@ class Attention:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the pages of the write lines of `state`."""
         shape, gate = self._shape, None
         hidden = scaled(hidden, shape.input_scale)
-        q, k, v = self.in_proj(hidden, tiles).split(self._sections, dim=-1)
+        q, k, v = self._in_proj(hidden, tiles).split(self._sections, dim=-1)
         norms = self._q_norm, self._k_norm
         if shape.qk_norm is QkNorm.WHOLE:
             assert norms[0] is not None and norms[1] is not None

@@ -66,7 +66,7 @@ class LatentAttention:
     ) -> None:
         """Load it. rotary: as `rotary_table` gives it. Raises ModelError if its heads can't be shared out."""
         shape = family.shape.shard(reader.placement.world_size)
-        self.in_proj = load_projection(reader, Packed.IN_PROJ, adapters)
+        self._in_proj = load_projection(reader, Packed.IN_PROJ, adapters)
         self._q_norm, self._query_up = None, None
         if shape.query_rank:
             self._q_norm = reader.vector(NAME + "q_a_layernorm.weight")
@@ -86,7 +86,7 @@ class LatentAttention:
     def forward(self, hidden: Tensor, rows: Rows, state: KvState, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the pages of the write lines of `state`."""
         shape, num_tokens = self._shape, len(hidden)
-        q, latent, behind = self.in_proj(hidden, tiles).split(self._sections, dim=-1)
+        q, latent, behind = self._in_proj(hidden, tiles).split(self._sections, dim=-1)
         if self._query_up is not None:
             assert self._q_norm is not None
             q = self._query_up(rms_norm(q, self._q_norm, self._eps), tiles)
