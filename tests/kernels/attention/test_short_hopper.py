@@ -11,6 +11,8 @@ from rigs.kernels.attention_batches import MODIFIER_CASES, Layer, Row, finished,
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
 
+from deltaline_kernels.attention import plan
+
 pytestmark = pytest.mark.gpu
 
 # One key, and ends of blocks and of splits with a key before and behind them; empty, skipped and fresh rows among them.
@@ -36,8 +38,10 @@ def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, split: int) -> None:
-    monkeypatch.setattr("deltaline_kernels.attention.plan.SPLITS", ())
-    monkeypatch.setattr("deltaline_kernels.attention.plan.MOST_KEYS", split)
+    """A split is whole tiles, also of the kernel that has ranges of each head."""
+    monkeypatch.setattr(plan, "SPLITS", ())
+    monkeypatch.setattr(plan, "MOST_KEYS", split)
+    monkeypatch.setattr(plan, "SHORT", {size: (32, *rest) for size, (_, *rest) in plan.SHORT.items()})
 
 
 def in_wide_pages(monkeypatch: pytest.MonkeyPatch) -> None:
