@@ -37,7 +37,7 @@ def measure(world_size: int) -> int:
         with ServerProcess(path, world_size, "--dtype", dtype, *OPTIONS) as server:
             server.wait_until_ready()
             weights = work.weight_bytes(1 << 30) / 1e9
-            figures.check(f"ready, {weights:.0f} GB of weights", True, f"{server.ready_s:.0f} s")
+            figures.tell(f"ready, {weights:.0f} GB of weights", f"{server.ready_s:.0f} s")
             asyncio.run(_use(figures, server.address, work, copied, world_size))
     return figures.num_wrong
 
@@ -56,7 +56,7 @@ async def _use(figures: Figures, address: str, work: Work, copied: float | None,
         walked = await Walk(client, info, 16, TOKENS, seed=0).run(STEPS)
         kinds = ", ".join(f"{walked.rows[kind]} {kind}" for kind in KINDS)
         middle_ms = statistics.median(walked.seconds) * 1e3
-        figures.check(f"{STEPS} random steps answered, finite", True, f"rows: {kinds}; median {middle_ms:.1f} ms")
+        figures.tell(f"random steps answered, finite, of rows of {kinds}", str(STEPS), f"median {middle_ms:.1f} ms")
 
 
 async def _decode(client: AsyncClient, num_rows: int, width: int) -> tuple[float, bool]:

@@ -1,6 +1,6 @@
 """The walk of chunk.py for Hopper, in Gluon: the same steps, each begun before it is waited for.
 
-The tiles of the chunk after the next are on their way while a chunk is computed, and the warps turn C B^T into scores
+The tiles of the next chunk are on their way while a chunk is computed, and the warps turn C B^T into scores
 while the matrix unit is at the products with the state. Only for sizes that fit: S of 64 or 128, P a multiple of 64,
 rows of xBC at multiples of 16 bytes.
 

@@ -90,7 +90,7 @@ class Ranks:
         return added(self.gather(summand)).to(summand.dtype)
 
     def joins(self, summand: Tensor) -> bool:
-        """Whether `join` takes a summand: by its size and dtype alone."""
+        """Whether `join` takes a summand: by its size alone; all have one dtype."""
         return self._memory is not None and self._memory.joins(summand)
 
     def join(

@@ -170,10 +170,11 @@ class Exchange:
     async def arrived(
         self, arriving: Arriving, stored: StoredHeader, owner: Principal, *, is_pinned: bool
     ) -> AsyncIterator[Arrived]:
-        """As `received`, but what lies there need not be sound: what is yielded beside its header waits until all of it
-        is judged, and raises RequestError STATE_DAMAGED, INVALID_REQUEST or NON_FINITE_INPUT.
+        """As `received`, but pages that go ahead need not be sound: what is yielded beside the header waits until
+        all of them is judged, and raises RequestError STATE_DAMAGED or NON_FINITE_INPUT.
 
-        Raises RequestError as `read_header`, QUOTA_EXCEEDED or NO_SNAPSHOT_LINES; what the pieces raise.
+        Raises RequestError as `read_header`, NON_FINITE_INPUT, QUOTA_EXCEEDED or NO_SNAPSHOT_LINES; what the pieces
+        raise.
         """
         is_sequence = stored.header.is_sequence
         if not is_sequence:
@@ -186,21 +187,28 @@ class Exchange:
             judge = partial(check_sections, stored, memory, self._layout, self._types)
             filled.append(Filling(self._threads, stored, memory, judge))
             await arriving.read_state(filled[0], is_last=not header.is_pages)
+            if not header.is_pages:
+                await filled[0].judged()
 
         async def judged() -> None:
             with _refusals():
                 await filled[0].judged()
+            counted.close()
 
-        with _counted(self._num_coming, owner.number, not is_sequence), self._place(owner, size), _refusals():
-            if not await self._host.store(header, copy_in):
+        with ExitStack() as counted:
+            counted.enter_context(_counted(self._num_coming, owner.number, not is_sequence))
+            counted.enter_context(self._place(owner, size))
+            with _refusals():
+                has_room = await self._host.store(header, copy_in)
+            if not has_room:
                 raise self._host.no_room(size)
-        with self._host.use(id):
-            try:
-                yield header, judged
-            finally:
-                filled[0].end()
-                if self._snapshots.get(id) is None:
-                    self._host.release(id)
+            with self._host.use(id):
+                try:
+                    yield header, judged
+                finally:
+                    filled[0].end()
+                    if self._snapshots.get(id) is None:
+                        self._host.release(id)
 
     def add(self, header: StateHeader, owner: Principal, lease_s: float | None) -> SnapshotDescription:
         """Let what was received be a principal's snapshot. Raises RequestError QUOTA_EXCEEDED, NO_SNAPSHOT_LINES, or

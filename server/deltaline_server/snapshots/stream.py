@@ -43,7 +43,7 @@ from deltaline_server.tables.prefixes.keys import MAX_KEY_BYTES
 PIECE_BYTES = 1 << 20
 # Threads at most, and bytes that one looks at, at least: of fewer it would mostly wait for the interpreter's lock.
 THREADS, PART_BYTES = 8, 1 << 20
-# From this size on a piece is copied by threads.
+# From this size on a piece is copied by a thread.
 LARGE_PIECE_BYTES = 256 << 10
 # Of what is no state, or damaged. What no server of ours would write is the sender's mistake.
 _REASONS = {

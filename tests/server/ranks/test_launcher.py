@@ -57,11 +57,13 @@ def test_when_a_rank_is_killed_rank_0_has_time_and_the_others_are_killed(tmp_pat
     assert not any(map(is_alive, pids(tmp_path)))
 
 
-def test_when_a_rank_is_killed_a_rank_0_that_hangs_is_killed_within_5_s(tmp_path: Path) -> None:
+def test_when_a_rank_is_killed_a_rank_0_that_hangs_is_killed_sooner_than_for_a_clean_end(tmp_path: Path) -> None:
     with started(tmp_path, *["time.sleep(60)"] * 3) as launcher:
         _, one, _ = pids(tmp_path)
         os.kill(one, signal.SIGKILL)
-        assert launcher.wait(5.0) == 128 + signal.SIGKILL
+        begin_s = time.monotonic()
+        assert launcher.wait(WAITS_S) == 128 + signal.SIGKILL
+        assert time.monotonic() - begin_s < 8.0  # which rank 0 has for a clean end
     assert not any(map(is_alive, pids(tmp_path)))
 
 

@@ -25,7 +25,7 @@ class Spread(Generic[S]):
     A flow has one of them for as long as it lasts, since steps of a sequence that are in flight together have to come
     in their order. All have the client's caller, so what hashes its affinity brings all of them to one server.
 
-    first: of its ways, those that nobody counts. is_one: whether there are no others.
+    first: of its ways, for who takes none, and is not counted. is_one: whether there are no others.
     """
 
     def __init__(self, make: Callable[[Options], Ways[S]], channels: int) -> None:

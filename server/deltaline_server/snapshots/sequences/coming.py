@@ -60,8 +60,8 @@ class Coming:
             self._wholes.check_room(self._owner)
 
     async def land(self, arrived: AbstractAsyncContextManager[Arrived]) -> None:
-        """Receive pages for which there is room. They are judged and written while the next come, and to the end where
-        the call ends meanwhile. Raises what receiving them raises, and what became of those before."""
+        """Receive pages for which there is room. They are judged and written while the next come; what is written is to
+        the end, where the call ends meanwhile. Raises what receiving them raises, and what became of those before."""
         held = AsyncExitStack()
         try:
             header, judged = await held.enter_async_context(arrived)
