@@ -96,6 +96,7 @@ class GrpcWay:
         finally:
             call.cancel()
             if writing is not None:
+                writing.cancel()  # one that waits for its call to begin would wait for ever
                 await asyncio.wait([writing])
                 if not writing.cancelled():
                     writing.exception()  # the call says it

@@ -1,4 +1,4 @@
-"""The link to another server: one connection for all calls, and a new one where it broke."""
+"""Ways to another server: one connection of the link for all calls, and a new one where it broke; uploads that end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import closing
 
+import grpc
 import pytest
 from google.rpc import error_details_pb2
 
 from deltaline import link
 from deltaline_server.memory.mappings import Mappings
 from deltaline_server.moving import ways
-from deltaline_server.moving.ways import CallError, LinkWay, Message
+from deltaline_server.moving.ways import CallError, GrpcWay, LinkWay, Message
 
 PATH = "/deltaline.v1.AdminService/GetServerInfo"
 MESSAGE_BYTES = 1 << 20
@@ -103,3 +104,18 @@ async def test_as_many_messages_as_memory_holds_are_under_way(servers: list[sock
         assert await way.upload(PATH, messages(), 10.0) == b"done"
         await serving
     assert came == [b"a" + body for body in bodies]
+
+
+async def test_an_upload_whose_messages_fail_before_its_call_has_begun_ends() -> None:
+    """Nobody answers: what is written waits for the call to begin, also once it is cancelled."""
+
+    async def messages() -> AsyncIterator[Sequence[Message]]:
+        yield [(b"first",)]
+        await asyncio.sleep(0.1)
+        raise RuntimeError("no more")
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}") as channel:
+            with pytest.raises(RuntimeError, match="no more"):
+                async with asyncio.timeout(10):
+                    await GrpcWay(channel, ()).upload(PATH, messages(), 30.0)
