@@ -2,9 +2,11 @@
 
 import torch
 import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Triton 3.7 renamed it.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -14,6 +16,13 @@ def on_hopper(device: torch.device) -> bool:
     """Return whether kernels for Hopper run on a device; Triton's interpreter has no Gluon."""
     compiled = device.type != "cpu" and not triton.knobs.runtime.interpret
     return compiled and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def make_tiles(matrix: Tensor, width: int, tokens: int) -> TensorDescriptor:
+    """Return tiles of 16-bit values, of so many tokens and columns of `[T, columns]`, as copies have them in shared
+    memory."""
+    size, strides = [*matrix.shape], [matrix.stride(0), 1]
+    return TensorDescriptor(matrix, size, strides, [tokens, width], gl.NVMMASharedLayout(min(128, 2 * width), 16, 2))
 
 
 @gluon.jit

@@ -7,16 +7,13 @@ chunk's tiles and scores serve the whole head. Only for sizes that fit: K of 64 
 k and v at multiples of 16 bytes.
 """
 
-import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
-from deltaline_kernels.device.hopper import barrier
+from deltaline_kernels.device.hopper import barrier, make_tiles, on_hopper
 from deltaline_kernels.device.row_splits import RowSplits
 from deltaline_kernels.gated_delta.hopper_roles import advance_state, copy_chunks, make_outputs
 from deltaline_kernels.gated_delta.plan import CHUNK
@@ -170,10 +167,8 @@ def walk_kernel(
 
 def can_walk(inputs: DeltaInputs) -> bool:
     """Return whether `launch_walk` runs on this device with heads of this size, given that tiles are copied whole."""
-    # Triton's interpreter has no Gluon.
-    compiled = inputs.device.type != "cpu" and not triton.knobs.runtime.interpret
     fits = inputs.heads.key_dim in KEYS and inputs.heads.value_dim % BLOCK_V == 0
-    return fits and compiled and torch.cuda.get_device_capability(inputs.device)[0] == 9
+    return fits and on_hopper(inputs.device)
 
 
 def launch_walk(
@@ -188,17 +183,13 @@ def launch_walk(
 ) -> None:
     """Walk through all rows; `ends` has what stands before their parts. Mutates `lines` and `o`."""
     heads = inputs.heads
-
-    def tiles(matrix: Tensor, width: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(matrix, [CHUNK, width], gl.NVMMASharedLayout(min(128, 2 * width), 16, 2))
-
     programs = rows.num_rows * plan.num_parts * heads.num_value_heads * (heads.value_dim // BLOCK_V)
     walk_kernel[(programs,)](
-        tiles(inputs.q, heads.key_dim),
-        tiles(inputs.k, heads.key_dim),
-        tiles(inputs.v, BLOCK_V),
-        tiles(transforms.flatten(0, 2), CHUNK),
-        tiles(o.flatten(1), BLOCK_V),
+        make_tiles(inputs.q, heads.key_dim, CHUNK),
+        make_tiles(inputs.k, heads.key_dim, CHUNK),
+        make_tiles(inputs.v, BLOCK_V, CHUNK),
+        make_tiles(transforms.flatten(0, 2), CHUNK, CHUNK),
+        make_tiles(o.flatten(1), BLOCK_V, CHUNK),
         factors,
         heads.eps,
         ends,

@@ -15,10 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
-from deltaline_kernels.device.hopper import barrier
+from deltaline_kernels.device.hopper import barrier, make_tiles
 from deltaline_kernels.device.row_splits import RowSplits
 from deltaline_kernels.gated_delta.plan import CHUNK
 from deltaline_kernels.gated_delta.transform import FACTORS
@@ -194,16 +193,12 @@ def launch_ends(
 ) -> None:
     """Find the ends of all parts but the last of each row, and what rows start from. Mutates `ends`."""
     heads = inputs.heads
-
-    def tiles(matrix: Tensor, width: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(matrix, [CHUNK, width], gl.NVMMASharedLayout(min(128, 2 * width), 16, 2))
-
     blocks = heads.value_dim // BLOCK_V + heads.key_dim // BLOCK_V
     where, _, control, control_stride = lines.arguments(rows, o)
     ends_kernel[(rows.num_rows * plan.num_parts * heads.num_value_heads * blocks,)](
-        tiles(inputs.k, heads.key_dim),
-        tiles(inputs.v, BLOCK_V),
-        tiles(transforms.flatten(0, 2), CHUNK),
+        make_tiles(inputs.k, heads.key_dim, CHUNK),
+        make_tiles(inputs.v, BLOCK_V, CHUNK),
+        make_tiles(transforms.flatten(0, 2), CHUNK, CHUNK),
         factors,
         ends,
         where,

@@ -8,8 +8,6 @@ A program has a block of one head's state, or two of one group with four warps e
 copied, are copied once for both.
 """
 
-import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,9 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from deltaline_kernels.device.hopper import barrier
+from deltaline_kernels.device.hopper import barrier, make_tiles, on_hopper
 from deltaline_kernels.device.row_splits import RowSplits
 from deltaline_kernels.mamba2.hopper_block import walk_block
 from deltaline_kernels.mamba2.inputs import MambaInputs
@@ -181,16 +178,8 @@ def walk_kernel(
 
 def can_walk(inputs: MambaInputs, y: Tensor) -> bool:
     """Return whether `launch_walk` runs on this device with heads of this size, given that tiles are copied whole."""
-    # Triton's interpreter has no Gluon.
-    compiled = inputs.device.type != "cpu" and not triton.knobs.runtime.interpret
     fits = inputs.heads.state_dim in STATE_DIMS and y.dtype == inputs.xBC.dtype
-    return fits and compiled and torch.cuda.get_device_capability(inputs.device)[0] == 9
-
-
-def _make_tiles(matrix: Tensor, width: int) -> TensorDescriptor:
-    """Return tiles of a chunk's tokens and `width` columns, as copies have them in shared memory."""
-    size, strides = [*matrix.shape], [matrix.stride(0), 1]
-    return TensorDescriptor(matrix, size, strides, [CHUNK, width], gl.NVMMASharedLayout(min(128, 2 * width), 16, 2))
+    return fits and on_hopper(inputs.device)
 
 
 def launch_walk(
@@ -212,9 +201,9 @@ def launch_walk(
     sides = 2 if is_many and blocks // heads.num_groups % 2 == 0 else 1
     walk_kernel[(rows.num_rows * plan.num_parts * blocks // sides,)](
         xBC,
-        _make_tiles(xBC, sides * BLOCK_P),
-        _make_tiles(xBC, heads.state_dim),
-        _make_tiles(y.flatten(1), BLOCK_P),
+        make_tiles(xBC, sides * BLOCK_P, CHUNK),
+        make_tiles(xBC, heads.state_dim, CHUNK),
+        make_tiles(y.flatten(1), BLOCK_P, CHUNK),
         steps,
         steps if inputs.D is None else inputs.D,
         ends,
