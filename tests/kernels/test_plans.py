@@ -33,7 +33,8 @@ def mamba(num_heads: int) -> MambaHeads:
     [
         pytest.param(gated_delta, delta(2, 8), (32768,), RowSplits(13, 2560), id="delta-few-heads"),
         pytest.param(gated_delta, delta(16, 32), (8192,), RowSplits(4, 2048), id="delta-long"),
-        pytest.param(gated_delta, delta(16, 32), (2048,), RowSplits(1, 2048), id="delta-short"),
+        pytest.param(gated_delta, delta(16, 32), (2048,), RowSplits(4, 512), id="delta-short"),
+        pytest.param(gated_delta, delta(16, 32), (1472,), RowSplits(1, 1472), id="delta-shortest"),
         pytest.param(gated_delta, delta(16, 32), (2048,) * 8, RowSplits(1, 2048), id="delta-many-rows"),
         pytest.param(
             gated_delta, delta(16, 32), (37, 513, 4096, 1, 2900, 8000, 64, 773), RowSplits(1, 8000), id="delta-ragged"

@@ -3,17 +3,16 @@
 A row in parts is walked twice: that pays from three parts on, of some length. Microseconds on an H200, heads of 128, in
 so many parts:
 
-    rows x tokens, heads        3     4    10    12    13    14    16
-    1 x 8192, 16/32           231   209
-    1 x 32768, 2/8                        281   250   241   264   255
-
-Whole, and in parts of so many tokens, by walks of 64 rows of the state:
-
-    rows x tokens, heads    whole    1024   2048   2752   4096
-    1 x 8192, 16/32           335    349    310    306    322
-    1 x 2048, 16/32            89    104
-    8 x 2048, 16/32           316    480
-    37 to 8000, 16/32         463           523           481
+    rows x tokens, heads    whole     2     3     4     8    10    12    13    14    16
+    1 x 1024, 16/32            60    61          60
+    1 x 2048, 16/32           100          81    80
+    1 x 3072, 16/32                       106   101
+    1 x 8192, 16/32                       231   209
+    2 x 2048, 16/32           105   116
+    1 x 2048, 2/8             103          73    66    63
+    1 x 4096, 2/8                                93    78                81
+    1 x 8192, 2/8                                     108         105   104
+    1 x 32768, 2/8                                          281   250   241   264   255
 """
 
 from deltaline_kernels.device.delta_rule.inputs import DeltaHeads
@@ -24,7 +23,7 @@ CHUNK = 64
 # twice the rows; and so many of a first walk.
 BLOCK_V = 64
 PROGRAMS, FIRST_PROGRAMS = 264, 396
-FEWEST_PARTS, SHORTEST_PART = 3, 1024
+FEWEST_PARTS, SHORTEST_PART = 3, 512
 # Joining parts of larger keys would need more shared memory than there is.
 LARGEST_KEY = 128
 
