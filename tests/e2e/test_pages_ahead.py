@@ -17,9 +17,12 @@ from deltaline_server.errors import Reason, RequestError
 from deltaline_server.moving import leaving
 from deltaline_server.moving.peers import Peer
 from deltaline_server.snapshots import exchange
+from deltaline_server.snapshots.sequences.whole import WholeSequences
 
 # Of the small model: keys and values of a page of 16 tokens.
 PAGE_BYTES = 16 * 2 * 2 * 16 * 4
+# Of the rest behind them: lines, a page that is not full, and a reply.
+REST_BYTES = 32 << 10
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +30,8 @@ def one_page_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "AHEAD_BYTES", 1)
 
 
-def paged(tmp_path: Path, device: str = "cpu") -> Any:
-    return pair(tmp_path, HYBRID, device, page_size=16)
+def paged(tmp_path: Path, device: str = "cpu", **options: Any) -> Any:
+    return pair(tmp_path, HYBRID, device, page_size=16, **options)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -123,3 +126,20 @@ async def test_pages_that_take_too_long_end_the_move(tmp_path: Path, monkeypatch
         await one.step(DECODE)
         await until(lambda: not target.runtime.table.num_open)
         assert not reasons(await calls.move([one], target.address))
+
+
+async def test_host_memory_that_has_room_for_the_rest_alone_takes_it_behind_its_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    land_pages = WholeSequences.land_pages
+
+    async def slowly(*asked: Any) -> None:
+        await asyncio.sleep(0.3)
+        await land_pages(*asked)
+
+    monkeypatch.setattr(WholeSequences, "land_pages", slowly)
+    async with paged(tmp_path, of_target={"host_state_bytes": REST_BYTES}) as (source, target), Calls() as calls:
+        [one] = await calls.open(source.address)
+        await one.step(PREFILL, 100)
+        assert not reasons(await calls.move([one], target.address)) and one.address == target.address
+        await one.step(DECODE)

@@ -160,9 +160,9 @@ async def imported_by(
             sequence.expect(stored.header)
             await sequence.land(exchange.arrived(arriving, stored, owner, is_pinned=False))
             stored, _ = await exchange.read_header(arriving)
+        await sequence.landed()
         sequence.expect(stored.header)
         async with exchange.received(arriving, stored, owner, is_pinned=False) as header:
-            await sequence.landed()
             [handle] = (await rig.states.open_stored(header, owner, lease_s, sequence.hand_over())).tolist()
     return int(handle)
 

@@ -280,9 +280,9 @@ class StateService:
             reply = self.request_ids.find(*call)
             if reply is not None:
                 return reply
+            await coming.landed()  # else both would count in a share
             coming.expect(stored.header)
             async with exchange.received(arriving, stored, owner, is_pinned=False) as header:
-                await coming.landed()
 
                 async def work() -> bytes:
                     handles = await self._states.open_stored(header, owner, lease_s, coming.hand_over())

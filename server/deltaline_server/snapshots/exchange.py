@@ -193,11 +193,8 @@ class Exchange:
         async def judged() -> None:
             with _refusals():
                 await filled[0].judged()
-            counted.close()
 
-        with ExitStack() as counted:
-            counted.enter_context(_counted(self._num_coming, owner.number, not is_sequence))
-            counted.enter_context(self._place(owner, size))
+        with _counted(self._num_coming, owner.number, not is_sequence), self._place(owner, size):
             with _refusals():
                 has_room = await self._host.store(header, copy_in)
             if not has_room:

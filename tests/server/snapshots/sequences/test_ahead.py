@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from rigs.exchanged_states import forged
+from rigs.exchanged_states import exported, forged
+from rigs.exchanged_states import imported as imported_snapshot
 from rigs.scheduler_rig import refuses
 from rigs.small_models import HYBRID
 from rigs.state_rig import PAGE_SIZE, StateRig
@@ -316,6 +317,32 @@ async def test_pages_are_judged_while_the_next_come_and_written_only_where_they_
     with pytest.raises(StateFileError, match="another"):
         await coming.landed()
     assert landed == [b"1"]
+
+
+async def test_pages_count_in_their_principal_s_share_until_they_are_written(pair: Any) -> None:
+    """Of 64 KiB: pages of 8 KiB and then 12, which come meanwhile; a snapshot of 27 is too much beside them."""
+    rig, to = pair(host_bytes=1 << 16)
+    alice, bob, host, go = Principal(1, "alice"), Principal(2, "bob"), to.tiers.host, asyncio.Event()
+    one = await prefilled(rig)
+    pages = [await one.pages(0, 2 * PAGE_SIZE), await one.pages(2 * PAGE_SIZE, 5 * PAGE_SIZE)]
+    [made] = await rig.states.create(rig.table.server_epoch, one.handles, ANONYMOUS, lease_s=1e3, is_pinned=False)
+    snapshot = await exported(rig, made.id)
+    to.engine.eager = False
+    importing = asyncio.ensure_future(imported_by(to, held(pages, go), alice))
+    await until(lambda: to.engine.num_tasks)
+    with refuses(Reason.NO_SNAPSHOT_LINES):
+        await imported_snapshot(to, snapshot, alice)
+    to.states.release([(await imported_snapshot(to, snapshot, bob)).id], bob)
+    before = host.used_bytes
+    go.set()
+    await until(lambda: host.used_bytes > before)
+    assert to.engine.num_tasks == 1, "those before are not written yet"
+    to.engine.run()
+    to.engine.eager = True
+    with refuses(DAMAGED):  # there is no rest
+        await importing
+    await until(lambda: not host.used_bytes)
+    await imported_snapshot(to, snapshot, alice)
 
 
 async def test_a_rest_whose_pages_are_gone_opens_nothing(pair: Any) -> None:
