@@ -17,7 +17,7 @@ import service
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
-from deltaline_bench.service import decode, echo, memory, mixed, prefill, soak, steady, throughput, tls
+from deltaline_bench.service import decode, echo, memory, mixed, prefill, pretending, soak, steady, throughput, tls
 from deltaline_bench.service.engine_loop import rows_per_second
 from deltaline_bench.service.figure import Bar, Figure, missed, write_table
 from deltaline_bench.service.host import Host
@@ -28,6 +28,7 @@ from deltaline_cli.bench.report import Report
 from deltaline_cli.bench.samples import Sample, Samples, sample
 from deltaline_cli.bench.verdict import Verdict
 from deltaline_server.front.trust.tls import Tls
+from deltaline_server.step import StepBatch
 
 US = 1e-6
 HOST: Any = None
@@ -293,3 +294,15 @@ async def test_the_engine_is_driven_without_a_service(tmp_path: Path) -> None:
     model.write_text(json.dumps(size.model()))
     rows, busy = await rows_per_second(size, model, 8)
     assert rows > 0 and 0 < busy <= 1
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_device_that_only_waits_gives_inputs_back_where_outputs_are_wanted(is_shared: bool) -> None:
+    hidden, room = np.ones((2, 4), np.float32), np.zeros((2, 4), np.float32)
+    control = np.zeros((7, 3), np.int32)
+    control[0] = [0, 1, 2]
+    batch = StepBatch(0, control, 2, (hidden,), None, (room,) if is_shared else ())
+    result = pretending.Pretender().launch(batch).result()
+    assert not result.failed and result.is_placed is is_shared
+    assert result.compute_s == pytest.approx(pretending.BATCH_S + 2 * pretending.ROW_S)
+    assert np.array_equal(room if is_shared else result.hidden, hidden)

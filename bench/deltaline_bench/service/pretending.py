@@ -52,7 +52,10 @@ class Pretender:
                 target[:] = returned.view(np.uint8).reshape(-1)[first : first + len(target)]
                 first += len(target)
             finite = np.ones(batch.control.shape[1] - 1, np.bool_)
-            return BatchResult(returned[:0] if batch.into else returned, finite, 0.0, compute_s, 0.0, bool(batch.into))
+            is_placed = bool(batch.into)
+            return BatchResult(
+                returned[:0] if is_placed else returned, finite, compute_s=compute_s, is_placed=is_placed
+            )
 
         return Launched(lambda: time.monotonic() >= done_s, result)
 
