@@ -5,9 +5,9 @@ Times are arguments, in seconds.
 
 from __future__ import annotations
 
-# A batch of decodes and prefill chunks takes at most so many times as long as the decodes alone: a decode that comes at
-# the worst time waits for a batch of chunks and runs with the next, and the prefills get two thirds of the device.
-CHUNK_STRETCH = 3.0
+# Two batches in a row take at most so many times as long as the decodes alone: a decode that comes at the worst time
+# waits for one of them and runs with the next. Chunks in the one without decodes are cheaper: it can be longer.
+PAIR_STRETCH = 6.0
 # Chunks have this size or the double of it, and so on: what is between two of these computes as long as the larger one
 # (graphs.py). Shorter ones would not run faster: launches and the reading of weights take most of their time.
 MIN_CHUNK_TOKENS = 256
@@ -90,14 +90,18 @@ class BatchTimeModel:
         """Whether short rows were served so lately that more must be expected."""
         return now_s - self._last_short_at_s < max(SHORT_MEMORY_S, 4 * self._last_short_s)
 
-    def chunk_tokens(self, span: int, num_short: int, now_s: float) -> int:
-        """How many tokens of long rows the next batch may have beside `num_short` short rows."""
+    def chunk_tokens(self, span: int, num_short: int, before_s: float, now_s: float) -> int:
+        """How many tokens of long rows the next batch may have beside `num_short` short rows, behind a batch that takes
+        `before_s`."""
         if not num_short and not self.expects_short(now_s):
             return self._sizes[0]
         rows = num_short or self._last_short
         short_s = self.predicted_s(span, rows, 0)
+        # Short rows that come while long ones run alone have the next batch, with the smallest chunk at least.
+        other_s = before_s if num_short else self.predicted_s(span, rows, self._sizes[-1])
+        least_s = short_s if num_short else 0.0  # no more is predicted of chunks of which nothing is known
         for size in self._sizes:
-            if short_s < self.predicted_s(span, rows, size) <= CHUNK_STRETCH * short_s:
+            if least_s < self.predicted_s(span, num_short, size) <= PAIR_STRETCH * short_s - other_s:
                 return size
         return self._sizes[-1]
 

@@ -236,7 +236,8 @@ class Scheduler:
     def _start(self, span: int, now_s: float) -> bool:
         """Choose rows, whose commits are fixed from here on, and run them; tell whether there were any."""
         ready, adapters = self._queue.ready[span], self.adapter_wait.begin()
-        budget = self._batch_time.chunk_tokens(span, ready.num_short, now_s) if ready.long.rows else 0
+        before_s = self._in_flight.batches[-1].predicted_s if self._in_flight.batches else 0.0
+        budget = self._batch_time.chunk_tokens(span, ready.num_short, before_s, now_s) if ready.long.rows else 0
         short, long = ready.take(budget, adapters)
         scheduled: list[ScheduledRows] = []
         num_short, num_awaited = self._begin(short, scheduled)

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from deltaline_server.scheduling.batch_time import (
-    CHUNK_STRETCH,
     MEMORY_S,
     MIN_CHUNK_TOKENS,
+    PAIR_STRETCH,
     SHORT_MEMORY_S,
     BatchTimeModel,
 )
@@ -25,20 +25,22 @@ def seconds(num_short: int, tokens: int) -> float:
 
 def serve(pace: BatchTimeModel, rounds: int) -> list[int]:
     """Batches of chunks, of which every other one has decodes too, each measured; returns their tokens."""
-    chunks = []
+    chunks: list[int] = []
+    before_s = 0.0
     for number in range(rounds):
         num_short = ROWS * (number % 2)
-        chunks.append(pace.chunk_tokens(0, num_short, 0.0))
+        chunks.append(pace.chunk_tokens(0, num_short, before_s, 0.0))
+        before_s = pace.predicted_s(0, num_short, chunks[-1])
         pace.measured(0, num_short, chunks[-1], seconds(num_short, chunks[-1]), 0.0)
     return chunks
 
 
 def test_a_prefill_alone_has_the_whole_budget() -> None:
     pace = BatchTimeModel(1, 4096)
-    assert pace.chunk_tokens(0, 0, 0.0) == 4096
+    assert pace.chunk_tokens(0, 0, 0.0, 0.0) == 4096
     pace.measured(0, ROWS, 0, SHORT_S, 5.0)
-    assert pace.chunk_tokens(0, 0, 5.0 + SHORT_MEMORY_S / 2) < 4096
-    assert pace.chunk_tokens(0, 0, 5.0 + 1.01 * SHORT_MEMORY_S) == 4096
+    assert pace.chunk_tokens(0, 0, 0.0, 5.0 + SHORT_MEMORY_S / 2) < 4096
+    assert pace.chunk_tokens(0, 0, 0.0, 5.0 + 1.01 * SHORT_MEMORY_S) == 4096
 
 
 @pytest.mark.parametrize("learns_long_first", [True, False])
@@ -48,23 +50,37 @@ def test_chunks_settle_at_the_largest_that_decodes_can_bear(learns_long_first: b
         pace.measured(0, 0, 4096, seconds(0, 4096), 0.0)
     pace.measured(0, ROWS, 0, SHORT_S, 0.0)
     sizes = [MIN_CHUNK_TOKENS << i for i in range(5)]
-    best = max(size for size in sizes if seconds(ROWS, size) <= CHUNK_STRETCH * SHORT_S)
-    assert MIN_CHUNK_TOKENS < best < 4096  # else this shows nothing
+    most_s = PAIR_STRETCH * SHORT_S
+    alone = max(size for size in sizes if seconds(0, size) <= most_s - seconds(ROWS, MIN_CHUNK_TOKENS))
+    beside = max(size for size in sizes if seconds(ROWS, size) <= most_s - seconds(0, alone))
+    assert MIN_CHUNK_TOKENS < beside < alone < 4096  # else this shows nothing
     chunks = serve(pace, 40)
-    assert chunks[10:] == [best] * 30
+    assert chunks[10:] == [alone, beside] * 15
+
+
+def test_chunks_beside_decodes_in_every_batch_settle_too() -> None:
+    pace = BatchTimeModel(1, 4096)
+    pace.measured(0, ROWS, 0, SHORT_S, 0.0)
+    took_s: list[float] = []
+    for _ in range(40):
+        before_s = took_s[-1] if took_s else 0.0
+        took_s.append(seconds(ROWS, pace.chunk_tokens(0, ROWS, before_s, 0.0)))
+        pace.measured(0, ROWS, pace.chunk_tokens(0, ROWS, before_s, 0.0), took_s[-1], 0.0)
+    pairs_s = [first_s + second_s for first_s, second_s in pairwise(took_s[10:])]
+    assert 0.6 * PAIR_STRETCH * SHORT_S < min(pairs_s) <= max(pairs_s) <= PAIR_STRETCH * SHORT_S
 
 
 def test_chunks_are_the_smallest_where_nothing_is_known() -> None:
     pace = BatchTimeModel(1, 4096)
-    assert pace.chunk_tokens(0, ROWS, 0.0) == MIN_CHUNK_TOKENS
+    assert pace.chunk_tokens(0, ROWS, 0.0, 0.0) == MIN_CHUNK_TOKENS
     pace.measured(0, ROWS, 0, SHORT_S, 0.0)
-    assert pace.chunk_tokens(0, ROWS, 0.0) == MIN_CHUNK_TOKENS
+    assert pace.chunk_tokens(0, ROWS, 0.0, 0.0) == MIN_CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("budget", [64, 256, 300, 1000, 4096])
 def test_chunks_are_within_the_budget(budget: int) -> None:
     pace = BatchTimeModel(1, budget)
-    assert pace.chunk_tokens(0, 0, 0.0) == budget
+    assert pace.chunk_tokens(0, 0, 0.0, 0.0) == budget
     pace.measured(0, ROWS, 0, SHORT_S, 0.0)
     assert all(min(budget, MIN_CHUNK_TOKENS) <= chunk <= budget for chunk in serve(pace, 40))
 
@@ -97,12 +113,12 @@ def test_a_stall_counts_little() -> None:
 def test_a_stall_does_not_rule_out_a_size_for_good() -> None:
     pace = BatchTimeModel(1, 4096)
     pace.measured(0, ROWS, 0, SHORT_S, 0.0)
-    assert serve(pace, 20)[-1] == 1024
+    assert serve(pace, 20)[-2:] == [2048, 512]
     for _ in range(20):
-        pace.measured(0, ROWS, 1024, 100 * SHORT_S, 0.0)
-    assert serve(pace, 20)[-1] == 512
-    pace.measured(0, ROWS, 512, seconds(ROWS, 512), 1.01 * MEMORY_S)
-    assert pace.chunk_tokens(0, ROWS, 1.01 * MEMORY_S) == 1024
+        pace.measured(0, ROWS, 512, 100 * SHORT_S, 0.0)
+    assert serve(pace, 20)[-2:] == [2048, 256]
+    pace.measured(0, ROWS, 256, seconds(ROWS, 256), 1.01 * MEMORY_S)
+    assert pace.chunk_tokens(0, ROWS, seconds(0, 2048), 1.01 * MEMORY_S) == 512
     assert pace.predicted_s(0, ROWS, 0) == SHORT_S
 
 
