@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -71,10 +72,20 @@ class FiniteCheck:
 
     async def all_finite(self, values: NDArray[Any]) -> bool:
         """As the function of this name, with all threads at once."""
-        run, words = asyncio.get_running_loop().run_in_executor, values.reshape(-1)
+        words = values.reshape(-1)
         part = max(PART, -(-len(words) // THREADS))
-        parts = (words[begin : begin + part] for begin in range(0, len(words), part))
-        return all(await asyncio.gather(*(run(self._pool, all_finite, part) for part in parts)))
+        looks = [self._pool.submit(all_finite, words[begin : begin + part]) for begin in range(0, len(words), part)]
+        # The event loop is woken by the last part alone: being told of each takes it as long as a core takes for one.
+        left, over = itertools.count(1 - len(looks)), Future[None]()
+
+        def looked(_: object) -> None:
+            if next(left) == 0 and over.set_running_or_notify_cancel():
+                over.set_result(None)
+
+        for look in looks:
+            look.add_done_callback(looked)
+        await asyncio.wrap_future(over)
+        return all(look.result() for look in looks)
 
     async def finite_rows(self, values: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.bool_]:
         """As the function of this name, with one thread: few tensors need it."""

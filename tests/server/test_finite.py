@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import tracemalloc
 from typing import Any
@@ -47,6 +48,34 @@ async def test_few_values_are_looked_at_too(dtype: type) -> None:
         assert await check.all_finite(values)
         values[0, -1] = np.nan
         assert not await check.all_finite(values)
+    check.close()
+
+
+async def test_a_large_tensor_wakes_the_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, num_wakes = asyncio.get_running_loop(), itertools.count()
+    wake = loop.call_soon_threadsafe
+
+    def counted(*told: Any, **how: Any) -> asyncio.Handle:
+        next(num_wakes)
+        return wake(*told, **how)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    check = FiniteCheck()
+    assert await check.all_finite(np.zeros((THREADS, PART), np.float32))
+    check.close()
+    assert next(num_wakes) == 1
+
+
+async def test_a_look_that_is_given_up_leaves_its_threads_to_others() -> None:
+    check, values = FiniteCheck(), np.zeros((4 * THREADS, PART), np.float32)
+    given_up = [asyncio.create_task(check.all_finite(values)) for _ in range(4)]
+    await asyncio.sleep(0)
+    for task in given_up:
+        task.cancel()
+    assert [type(one) for one in await asyncio.gather(*given_up, return_exceptions=True)] == [
+        asyncio.CancelledError
+    ] * 4
+    assert await check.all_finite(values)
     check.close()
 
 
