@@ -22,7 +22,7 @@ from deltaline_server.snapshots.sequences.whole import WholeSequences
 # Of the small model: keys and values of a page of 16 tokens.
 PAGE_BYTES = 16 * 2 * 2 * 16 * 4
 # Of the rest behind them: lines, a page that is not full, and a reply.
-REST_BYTES = 32 << 10
+REST_BYTES = 36 << 10
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ async def test_pages_that_take_too_long_end_the_move(tmp_path: Path, monkeypatch
         assert not reasons(await calls.move([one], target.address))
 
 
-async def test_host_memory_that_has_room_for_the_rest_alone_takes_it_behind_its_pages(
+async def test_host_memory_that_has_room_for_one_file_takes_it_behind_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     land_pages = WholeSequences.land_pages
@@ -138,8 +138,10 @@ async def test_host_memory_that_has_room_for_the_rest_alone_takes_it_behind_its_
         await land_pages(*asked)
 
     monkeypatch.setattr(WholeSequences, "land_pages", slowly)
+    monkeypatch.setattr(exchange, "AHEAD_BYTES", 5 * PAGE_BYTES)
     async with paged(tmp_path, of_target={"host_state_bytes": REST_BYTES}) as (source, target), Calls() as calls:
         [one] = await calls.open(source.address)
-        await one.step(PREFILL, 100)
+        for _ in range(2):
+            await one.step(PREFILL, 100)
         assert not reasons(await calls.move([one], target.address)) and one.address == target.address
         await one.step(DECODE)

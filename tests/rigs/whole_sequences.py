@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -158,7 +159,7 @@ async def imported_by(
         assert stored.header.is_sequence
         while stored.header.is_pages:
             sequence.expect(stored.header)
-            await sequence.land(exchange.arrived(arriving, stored, owner, is_pinned=False))
+            await sequence.land(partial(exchange.arrived, arriving, stored, owner, is_pinned=False))
             stored, _ = await exchange.read_header(arriving)
         await sequence.landed()
         sequence.expect(stored.header)

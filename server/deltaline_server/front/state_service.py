@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -273,7 +274,7 @@ class StateService:
         with self._states.coming(owner) as coming:
             while stored.header.is_pages:
                 coming.expect(stored.header)
-                await coming.land(exchange.arrived(arriving, stored, owner, is_pinned=False))
+                await coming.land(partial(exchange.arrived, arriving, stored, owner, is_pinned=False))
                 stored, asked.chunk = await exchange.read_header(arriving)
             content = asked.SerializeToString(deterministic=True)
             call = current_principal(), "ImportState", asked.request_id, content

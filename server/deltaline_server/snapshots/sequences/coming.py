@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.exchange import Arrived
 from deltaline_server.snapshots.header import StateFileError, StateHeader
@@ -59,12 +60,19 @@ class Coming:
         elif self._slot is None:
             self._wholes.check_room(self._owner)
 
-    async def land(self, arrived: AbstractAsyncContextManager[Arrived]) -> None:
-        """Receive pages for which there is room. They are judged and written while the next come; what is written is to
-        the end, where the call ends meanwhile. Raises what receiving them raises, and what became of those before."""
+    async def land(self, arrive: Callable[[], AbstractAsyncContextManager[Arrived]]) -> None:
+        """Receive pages for which there is room. They are judged and written while the next come, or before these where
+        host memory has no room for both; what is written is to the end, where the call ends meanwhile. arrive: as
+        Exchange.arrived. Raises what receiving them raises, and what became of those before."""
         held = AsyncExitStack()
         try:
-            header, judged = await held.enter_async_context(arrived)
+            try:
+                header, judged = await held.enter_async_context(arrive())
+            except RequestError as error:
+                if self._landing is None or error.refusal.reason is not Reason.NO_SNAPSHOT_LINES:
+                    raise
+                await self.landed()
+                header, judged = await held.enter_async_context(arrive())
             await self.landed()
         except BaseException:
             await held.aclose()

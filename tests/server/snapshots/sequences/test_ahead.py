@@ -275,7 +275,7 @@ async def test_pages_that_fail_behind_a_call_that_ended_are_nobody_s_error(
     async def arrived() -> AsyncIterator[Any]:
         yield SimpleNamespace(id=b""), judged
 
-    await coming.land(arrived())
+    await coming.land(arrived)
     await asyncio.sleep(0)
     coming.end()
     del coming
@@ -308,8 +308,8 @@ async def test_pages_are_judged_while_the_next_come_and_written_only_where_they_
         yield SimpleNamespace(id=id), judged
 
     came = list[bytes]()
-    await coming.land(arrived(b"1", judged))
-    second = asyncio.create_task(coming.land(arrived(b"2", refused)))
+    await coming.land(lambda: arrived(b"1", judged))
+    second = asyncio.create_task(coming.land(lambda: arrived(b"2", refused)))
     await asyncio.sleep(0)
     assert came == [b"1", b"2"] and not landed
     goes_on.set()
