@@ -84,7 +84,11 @@ class FiniteCheck:
 
         for look in looks:
             look.add_done_callback(looked)
-        await asyncio.wrap_future(over)
+        try:
+            await asyncio.wrap_future(over)
+        finally:
+            for look in looks:  # who asked may have gone: others wait for the threads
+                look.cancel()
         return all(look.result() for look in looks)
 
     async def finite_rows(self, values: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.bool_]:
