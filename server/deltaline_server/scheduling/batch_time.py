@@ -97,8 +97,11 @@ class BatchTimeModel:
             return self._sizes[0]
         rows = num_short or self._last_short
         short_s = self.predicted_s(span, rows, 0)
-        # Short rows that come while long ones run alone have the next batch, with the smallest chunk at least.
-        other_s = before_s if num_short else self.predicted_s(span, rows, self._sizes[-1])
+        if num_short:
+            other_s = max(before_s, PAIR_STRETCH / 2 * short_s)  # behind an idle device the next one counts
+        else:
+            # Short rows that come meanwhile have the next batch, with the smallest chunk at least.
+            other_s = self.predicted_s(span, rows, self._sizes[-1])
         least_s = short_s if num_short else 0.0  # no more is predicted of chunks of which nothing is known
         for size in self._sizes:
             if least_s < self.predicted_s(span, num_short, size) <= PAIR_STRETCH * short_s - other_s:

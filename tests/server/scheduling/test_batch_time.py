@@ -70,6 +70,15 @@ def test_chunks_beside_decodes_in_every_batch_settle_too() -> None:
     assert 0.6 * PAIR_STRETCH * SHORT_S < min(pairs_s) <= max(pairs_s) <= PAIR_STRETCH * SHORT_S
 
 
+def test_a_batch_behind_an_idle_device_leaves_half_to_the_next() -> None:
+    pace = BatchTimeModel(1, 4096)
+    pace.measured(0, 0, 4096, seconds(0, 4096), 0.0)
+    pace.measured(0, ROWS, 0, SHORT_S, 0.0)
+    chunk = pace.chunk_tokens(0, ROWS, 0.0, 0.0)
+    half_s = PAIR_STRETCH / 2 * SHORT_S
+    assert pace.predicted_s(0, ROWS, chunk) <= half_s < pace.predicted_s(0, ROWS, 2 * chunk)
+
+
 def test_chunks_are_the_smallest_where_nothing_is_known() -> None:
     pace = BatchTimeModel(1, 4096)
     assert pace.chunk_tokens(0, ROWS, 0.0, 0.0) == MIN_CHUNK_TOKENS
