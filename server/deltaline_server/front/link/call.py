@@ -81,6 +81,9 @@ class Call:
         self.in_hand_bytes, self.hold_s = 0, 0.0
         # Where messages lie that are lent to the handler.
         self.reads_in_place, self._lent = reads_in_place, dict[object, link.Place]()
+        # Where requests lay that were copied out, for the replies to them; others have as many as they like.
+        self.has_reply_each = handler is not None and handler.request_streaming == handler.response_streaming
+        self.kept = deque[link.Place]()
         self._code, self._text, self._trailing = grpc.StatusCode.OK, "", cast("Sequence[tuple[str, str | bytes]]", ())
         self.room: asyncio.Future[link.Place] | None = None
         self._unread_bytes = 0

@@ -28,6 +28,8 @@ from deltaline_server.scheduling.observer import Observer
 
 # Calls of a front end at a time: they are those of all its clients.
 MAX_FRONT_END_CALLS = 16_384
+# The part of a front end's memory that requests may keep for their replies.
+KEPT_PART = 4
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +52,8 @@ class Connection:
     """A client's socket, or a front end's. It belongs to the event loop; `end` ends it, and its calls with it.
 
     A front end says whom its calls are from. None of its clients should suffer for another, so what a call makes the
-    server hold counts to the call, and its messages don't stay in memory that all of them need.
+    server hold counts to the call, and its messages don't stay in memory that all of them need, but for a part of it:
+    there the place of a request waits for its reply, which saves a reply a question for room and the answer.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Connection:
         self._tasks: dict[Call, asyncio.Task[None]] = {}
         self._timers: dict[Call, asyncio.TimerHandle] = {}
         self._last_call = 0
+        self._kept_bytes, self._most_kept_bytes = 0, link.memory_bytes(served.message_bytes) // KEPT_PART
         self._share = served.held.join(self.end)
         self._socket = PacketSocket(connected, served.buffer, self._share, self._take, self.end)
         self._memory = ClientMemory(served.regions, self._socket, peer.address)
@@ -185,7 +189,7 @@ class Connection:
             if place.size > self._served.message_bytes:
                 raise link.LinkError(f"expected at most {self._served.message_bytes} bytes, got {place.size}")
             body = self._served.regions.copy_out(*place, self._peer.address)
-            self._let_go(call.number, place)
+            self._keep(call, place)
         call.share.take(len(body))
         if self._is_over:
             raise link.LinkError("the connection was ended: it held the most")
@@ -230,10 +234,27 @@ class Connection:
         """Tell the client that the place of a call's message is its own again."""
         self._socket.write(link.pack(link.TAKEN, number, amount=num_taken, flags=link.PLACED), place.packed())
 
+    def _keep(self, call: Call, place: link.Place) -> None:
+        """Keep the place of a request that was copied out for its reply, or let go of it."""
+        if call.has_reply_each and self._kept_bytes + place.size <= self._most_kept_bytes:
+            call.kept.append(place)
+            self._kept_bytes += place.size
+        else:
+            self._let_go(call.number, place)
+
+    def _take_kept(self, call: Call) -> link.Place | None:
+        """The place that was kept for a call's next reply; it is the caller's to give back."""
+        if not call.kept:
+            return None
+        self._kept_bytes -= call.kept[0].size
+        return call.kept.popleft()
+
     def _drop(self, call: Call) -> None:
-        """Let go of what a call's handler did not read."""
+        """Let go of what a call's handler did not read or answer."""
         num_bytes, places = call.drop()
         call.share.give_back(num_bytes)
+        while (kept := self._take_kept(call)) is not None:
+            places.append(kept)
         for place in places:
             self._let_go(call.number, place)
         if call.share is not self._share:
@@ -244,9 +265,13 @@ class Connection:
     async def reply(self, call: Call, reply: replies.Reply, flags: int) -> None:
         """Send a message of a call, and return once its reader has room for another. Raises RequestError."""
         pieces: replies.Pieces = [reply] if isinstance(reply, bytes) else reply
-        num_bytes = sum(map(len, pieces))
-        if num_bytes + link.ENVELOPE.size > link.MAX_PACKET_BYTES:
-            pieces, flags = [await self._placed(call, pieces, num_bytes)], flags | link.PLACED
+        num_bytes, kept = sum(map(len, pieces)), self._take_kept(call)
+        is_large = num_bytes + link.ENVELOPE.size > link.MAX_PACKET_BYTES
+        if kept is not None and (call.is_over or not is_large or kept.size < num_bytes):
+            self._let_go(call.number, kept)
+            kept = None
+        if is_large:
+            pieces, flags = [await self._placed(call, pieces, num_bytes, kept)], flags | link.PLACED
         if call.is_over:
             return
         self._socket.write(link.pack(link.MESSAGE, call.number, flags=flags), *pieces)
@@ -257,8 +282,12 @@ class Connection:
         if self._is_front_end:
             await call.until_read(num_bytes)
 
-    async def _placed(self, call: Call, pieces: replies.Pieces, num_bytes: int) -> bytes:
-        """Write a message into memory that the client names for it; return the Place. Raises RequestError."""
+    async def _placed(self, call: Call, pieces: replies.Pieces, num_bytes: int, kept: link.Place | None) -> bytes:
+        """Write a message where its request lay, None where that was not kept, or into memory that the client names for
+        it; return the Place. Raises RequestError."""
+        if kept is not None:
+            self._served.regions.copy_in(kept.region, kept.offset, pieces, self._peer.address)
+            return kept._replace(size=num_bytes).packed()
         is_used = False
         room: asyncio.Future[link.Place] = self._loop.create_future()
         call.room = room

@@ -19,9 +19,10 @@ from rigs.raw_link import TIMEOUT_S, Packet, RawLink
 from rigs.until import until
 
 from deltaline import link
+from deltaline.arena import map_sealed
 from deltaline_server.front.ends.forward import AHEAD_BYTES
 from deltaline_server.front.link.call import TOLD_BYTES
-from deltaline_server.front.link.connection import Connection, Served
+from deltaline_server.front.link.connection import KEPT_PART, Connection, Served
 from deltaline_server.front.link.held import Held
 from deltaline_server.front.trust.peer import Peer
 from deltaline_server.memory.regions import Regions
@@ -31,15 +32,15 @@ HELD_BYTES = 1_000_000
 
 class Rig(RawLink):
     """The front end's end of a connection. The method `ask` tells whom a call is from; `hold` reads its first message
-    and no other; `flood` answers with replies until it is cancelled."""
+    and no other; `flood` answers with replies until it is cancelled; `echo` answers with the request, once it may."""
 
-    def __init__(self) -> None:
+    def __init__(self, held_bytes: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(ours)
         ours.settimeout(TIMEOUT_S)
         theirs.setblocking(False)
         self.may_read, self.num_replies = asyncio.Event(), 0
-        self.held = Held(HELD_BYTES)
+        self.held = Held(held_bytes)
         self.ends: list[Connection] = []
         self.regions = Regions(
             limit_bytes=1 << 20, default_lease_s=math.inf, max_lease_s=math.inf, clock=time.monotonic
@@ -48,6 +49,7 @@ class Rig(RawLink):
             b"ask": grpc.unary_unary_rpc_method_handler(self._ask),
             b"hold": grpc.stream_unary_rpc_method_handler(self._hold),
             b"flood": grpc.unary_stream_rpc_method_handler(self._flood),
+            b"echo": grpc.unary_unary_rpc_method_handler(self._echo),
         }
         observer: Any = SimpleNamespace(refused=lambda reason, count: None)
         buffer = memoryview(bytearray(link.MAX_PACKET_BYTES))
@@ -70,6 +72,10 @@ class Rig(RawLink):
             yield bytes(100_000)
             self.num_replies += 1
 
+    async def _echo(self, body: bytes, context: Any) -> bytes:
+        await self.may_read.wait()
+        return body
+
     async def go(self, number: int, method: bytes, client: bytes, body: bytes = b"", flags: int = 0) -> None:
         """Begin a call of a client."""
         await self.send(link.pack(link.CALL, number, flags=flags, method=method, client=client) + body)
@@ -81,8 +87,8 @@ class Rig(RawLink):
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    made = Rig()
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    made = Rig(getattr(request, "param", HELD_BYTES))
     made.connection.start()
     await made.packet(link.WELCOME)
     yield made
@@ -168,6 +174,43 @@ async def test_a_message_has_no_more_bytes_than_the_most(rig: Rig, size: int, is
         assert (await rig.packet(link.MESSAGE)).body == b"a"
     else:
         assert await rig.goodbye() == "expected at most 524288 bytes, got 524289"
+
+
+async def test_a_reply_goes_where_its_request_lay(rig: Rig) -> None:
+    place, fd = await rig.memory(1 << 19)
+    rig.may_read.set()
+    with map_sealed(fd, place.size) as memory:
+        memory[1024:201_024] = content = os.urandom(200_000)
+        asked = place._replace(offset=1024, size=200_000)
+        await rig.go(2, b"echo", b"a", asked.packed(), link.PLACED | link.LAST)
+        reply = await rig.packet(link.MESSAGE)  # neither is the place let go, nor room for the reply asked for
+        assert reply.envelope.flags == link.PLACED | link.LAST and reply.place == asked
+        assert memory[1024:201_024] == content
+    os.close(fd)
+
+
+@pytest.mark.parametrize("rig", [2**24], indirect=True)
+async def test_requests_that_wait_keep_a_part_of_the_memory_and_give_it_back(rig: Rig) -> None:
+    place, fd = await rig.memory(1 << 19)
+    os.close(fd)
+    num_kept = link.memory_bytes(1 << 19) // KEPT_PART // place.size
+    for number in range(2, 2 + num_kept):
+        await rig.go(number, b"echo", b"a", place.packed(), link.PLACED | link.LAST)
+    await rig.go(100, b"echo", b"b", place.packed(), link.PLACED | link.LAST)
+    let_go = await rig.packet(link.TAKEN)
+    assert (let_go.envelope.call, let_go.place) == (100, place)
+    for number in range(2, 2 + num_kept):  # a call that is over keeps nothing
+        await rig.send(link.pack(link.CANCEL, number))
+        assert (await rig.packet(link.STATUS)).status.code == code_pb2.CANCELLED
+        let_go = await rig.packet(link.TAKEN)
+        assert (let_go.envelope.call, let_go.place) == (number, place)
+    rig.may_read.set()
+    room = await rig.packet(link.ROOM)
+    assert room.envelope.call == 100
+    await rig.send(link.pack(link.ROOM, 100) + place.packed())
+    assert (await rig.packet(link.MESSAGE)).place == place
+    await rig.go(101, b"echo", b"b", place.packed(), link.PLACED | link.LAST)
+    assert (await rig.packet(link.MESSAGE)).place == place
 
 
 async def test_a_stream_waits_for_its_reader(rig: Rig) -> None:
