@@ -74,7 +74,9 @@ class FiniteCheck:
         """As the function of this name, with all threads at once."""
         words = values.reshape(-1)
         part = max(PART, -(-len(words) // THREADS))
-        looks = [self._pool.submit(all_finite, words[begin : begin + part]) for begin in range(0, len(words), part)]
+        looks = [
+            self._pool.submit(all_finite, words[begin : begin + part]) for begin in range(0, max(1, len(words)), part)
+        ]
         # The event loop is woken by the last part alone: being told of each takes it as long as a core takes for one.
         left, over = itertools.count(1 - len(looks)), Future[None]()
 

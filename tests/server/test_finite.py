@@ -89,6 +89,12 @@ async def test_a_look_that_is_given_up_leaves_its_threads_to_others(monkeypatch:
     assert len(begun) == 2 * THREADS, "those that had begun, and those of the last"
 
 
+async def test_no_values_are_finite() -> None:
+    check = FiniteCheck()
+    assert await asyncio.wait_for(check.all_finite(np.zeros((0, 64), np.float32)), 5)
+    check.close()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_told_apart_without_anything_of_their_size(dtype: type) -> None:
     values: Any = np.ones((4096, 1024), dtype)

@@ -6,7 +6,8 @@ Times are arguments, in seconds.
 from __future__ import annotations
 
 # Two batches in a row take at most so many times as long as the decodes alone: a decode that comes at the worst time
-# waits for one of them and runs with the next. Chunks in the one without decodes are cheaper: it can be longer.
+# waits for one of them and runs with the next. Chunks in the one without decodes are cheaper: it can be longer, where
+# there is one span.
 PAIR_STRETCH = 6.0
 # Chunks have this size or the double of it, and so on: what is between two of these computes as long as the larger one
 # (graphs.py). Shorter ones would not run faster: launches and the reading of weights take most of their time.
@@ -97,14 +98,17 @@ class BatchTimeModel:
             return self._sizes[0]
         rows = num_short or self._last_short
         short_s = self.predicted_s(span, rows, 0)
-        if num_short:
-            other_s = max(before_s, PAIR_STRETCH / 2 * short_s)  # behind an idle device the next one counts
-        else:
-            # Short rows that come meanwhile have the next batch, with the smallest chunk at least.
-            other_s = self.predicted_s(span, rows, self._sizes[-1])
-        least_s = short_s if num_short else 0.0  # no more is predicted of chunks of which nothing is known
+        pair_s, least_beside_s = PAIR_STRETCH * short_s, self.predicted_s(span, rows, self._sizes[-1])
+        if len(self._curves) > 1:  # batches of other spans come between
+            least_s, beside, most_s = short_s, rows, pair_s / 2
+        elif num_short:  # behind an idle device the next batch counts
+            least_s, beside, most_s = short_s, rows, min(pair_s / 2, pair_s - before_s)
+        elif short_s < least_beside_s:  # short rows that come meanwhile have the next batch, with a chunk at least
+            least_s, beside, most_s = 0.0, 0, pair_s - least_beside_s
+        else:  # what decodes alone took was a stall, or nothing is known
+            return self._sizes[-1]
         for size in self._sizes:
-            if least_s < self.predicted_s(span, num_short, size) <= PAIR_STRETCH * short_s - other_s:
+            if least_s < self.predicted_s(span, beside, size) <= most_s:
                 return size
         return self._sizes[-1]
 

@@ -312,9 +312,12 @@ class States:
         in host memory, under this id; it is stepped meanwhile. Raises RequestError as `stored` does."""
         wholes, id = self._wholes, secrets.token_bytes(ID_BYTES)
         assert wholes is not None
-        slot = int(self._held(epoch, handles, owner)[0])
+
+        async def copy() -> None:  # begins a turn later
+            await wholes.store_pages(id, int(self._held(epoch, handles, owner)[0]), owner, begin, end)
+
         try:
-            await asyncio.shield(self._copying(wholes.store_pages(id, slot, owner, begin, end)))
+            await asyncio.shield(self._copying(copy()))
             self._held(epoch, handles, owner)  # else what was copied may be another's by now
             yield id
         finally:

@@ -162,3 +162,10 @@ def test_short_rows_beside_a_chunk_are_not_counted_as_its_time() -> None:
     for _ in range(40):
         pace.measured(0, ROWS, 4096, seconds(ROWS, 4096), 0.0)
     assert pace.prefill_tokens_per_s == pytest.approx(4096 / seconds(0, 4096), rel=0.01)
+
+
+def test_a_stall_of_the_first_decodes_does_not_make_chunks_long_for_good() -> None:
+    pace = BatchTimeModel(1, 4096)
+    pace.measured(0, ROWS, 0, 30 * SHORT_S, 0.0)
+    chunks = serve(pace, 400)
+    assert seconds(0, chunks[-2]) + seconds(ROWS, chunks[-1]) <= PAIR_STRETCH * SHORT_S

@@ -125,7 +125,7 @@ class TimedEngine:
 class Load:
     """Closed-loop clients of a timed engine."""
 
-    def __init__(self, slots: int = 1024) -> None:
+    def __init__(self, slots: int = 1024, spans: int = 1) -> None:
         self.loop = JumpingLoop()
         self.engine = TimedEngine(self.loop)
         room: dict[str, Any] = {
@@ -134,7 +134,8 @@ class Load:
             "reply_bytes": 1 << 28,
             "chunk_tokens": 2048,
         }
-        self.rig = Rig(slots=slots, **room, engine=self.engine, clock=self.loop.time)
+        self.num_spans = spans
+        self.rig = Rig(slots=slots, spans=spans, **room, engine=self.engine, clock=self.loop.time)
         self.latencies: list[float] = []
         self.prefilled: dict[str, int] = {}
 
@@ -144,8 +145,9 @@ class Load:
         while self.loop.now < until_s:
             step += 1
             began_s = self.loop.now
-            request = self.rig.request(*((h, DECODE, step, step - 1, -1, [1.0]) for h in handles))
-            assert (await self.rig.submit(request)).outcome[0] == RowOutcome.EXECUTED
+            for span in range(self.num_spans):
+                request = self.rig.request(*((h, DECODE, step, step - 1, -1, [1.0]) for h in handles), span=span)
+                assert (await self.rig.submit(request)).outcome[0] == RowOutcome.EXECUTED
             self.latencies.append(self.loop.now - began_s)
             await asyncio.sleep(think_s)
 
@@ -153,14 +155,16 @@ class Load:
         (handle,), step = self.rig.open(), 0
         hidden = np.zeros((tokens, 2), np.float32)
         while self.loop.now < until_s:
-            request = self.rig.request(
-                (handle, PREFILL, step + 1, step * tokens, -1, []),
-                query_start_loc=np.array([0, tokens]),
-                hidden=hidden,
-                output=OutputRows.LAST,
-                client=client,
-            )
-            await self.rig.submit(request)
+            for span in range(self.num_spans):
+                request = self.rig.request(
+                    (handle, PREFILL, step + 1, step * tokens, -1, []),
+                    query_start_loc=np.array([0, tokens]),
+                    hidden=hidden,
+                    output=OutputRows.LAST,
+                    client=client,
+                    span=span,
+                )
+                await self.rig.submit(request)
             step += 1
             if self.loop.now < until_s:
                 self.prefilled[client] = self.prefilled.get(client, 0) + tokens
@@ -187,6 +191,16 @@ def test_a_prefill_alone_runs_in_full_chunks_without_a_gap() -> None:
     load.run(load.prefill(32768, load.loop.now + 0.5))
     assert {tokens for _, tokens in load.engine.batches} == {2048}
     assert load.engine.busy_s >= 0.98 * 0.5
+
+
+@pytest.mark.parametrize("spans", [2, 4])
+def test_decodes_on_each_span_beside_prefills_on_all_of_them_keep_their_latency(spans: int) -> None:
+    alone, mixed = Load(spans=spans), Load(spans=spans)
+    alone.run(alone.decode(64, alone.loop.now + 0.5, 0.0, 0.7e-3))
+    end_s = mixed.loop.now + 1.0
+    mixed.run(mixed.decode(64, end_s, 0.1, 0.7e-3), *(mixed.prefill(16384, end_s, str(i)) for i in range(spans)))
+    p50, p99 = np.median(alone.latencies), np.quantile(mixed.latencies[20:], 0.99)
+    assert p99 <= 6 * p50, (p99 / p50, sum(mixed.prefilled.values()))
 
 
 def test_decodes_beside_endless_prefills_keep_their_latency_and_prefills_their_throughput() -> None:

@@ -241,3 +241,14 @@ async def test_a_step_that_left_waypoints_comes_without_its_reply(pair: Any) -> 
     result = await other.again(0)
     assert [refusal.reason for refusal in result.refusals.values()] == [Reason.STEP_STALE]
     await goes_on(one, other, 0)
+
+
+async def test_pages_of_what_is_closed_before_they_are_read_are_refused(pair: Any) -> None:
+    rig, _ = pair()
+    one = await prefilled(rig)
+    rig.scheduler.settle()
+    reading = asyncio.ensure_future(one.pages(0, PAGE_SIZE))
+    await asyncio.sleep(0)
+    rig.table.close(rig.table.server_epoch, one.handles, ANONYMOUS)
+    with refuses(Reason.SEQUENCE_CLOSED):
+        await reading
