@@ -242,10 +242,8 @@ class Connection:
         else:
             self._let_go(call.number, place)
 
-    def _take_kept(self, call: Call) -> link.Place | None:
+    def _take_kept(self, call: Call) -> link.Place:
         """The place that was kept for a call's next reply; it is the caller's to give back."""
-        if not call.kept:
-            return None
         self._kept_bytes -= call.kept[0].size
         return call.kept.popleft()
 
@@ -253,8 +251,8 @@ class Connection:
         """Let go of what a call's handler did not read or answer."""
         num_bytes, places = call.drop()
         call.share.give_back(num_bytes)
-        while (kept := self._take_kept(call)) is not None:
-            places.append(kept)
+        while call.kept:
+            places.append(self._take_kept(call))
         for place in places:
             self._let_go(call.number, place)
         if call.share is not self._share:
@@ -265,7 +263,7 @@ class Connection:
     async def reply(self, call: Call, reply: replies.Reply, flags: int) -> None:
         """Send a message of a call, and return once its reader has room for another. Raises RequestError."""
         pieces: replies.Pieces = [reply] if isinstance(reply, bytes) else reply
-        num_bytes, kept = sum(map(len, pieces)), self._take_kept(call)
+        num_bytes, kept = sum(map(len, pieces)), self._take_kept(call) if call.kept else None
         is_large = num_bytes + link.ENVELOPE.size > link.MAX_PACKET_BYTES
         if kept is not None and (call.is_over or not is_large or kept.size < num_bytes):
             self._let_go(call.number, kept)
