@@ -263,9 +263,10 @@ class Connection:
     async def reply(self, call: Call, reply: replies.Reply, flags: int) -> None:
         """Send a message of a call, and return once its reader has room for another. Raises RequestError."""
         pieces: replies.Pieces = [reply] if isinstance(reply, bytes) else reply
-        num_bytes, kept = sum(map(len, pieces)), self._take_kept(call) if call.kept else None
+        num_bytes = sum(map(len, pieces))
         is_large = num_bytes + link.ENVELOPE.size > link.MAX_PACKET_BYTES
-        if kept is not None and (call.is_over or not is_large or kept.size < num_bytes):
+        kept = self._take_kept(call) if call.kept else None
+        if kept is not None and (not is_large or kept.size < num_bytes):
             self._let_go(call.number, kept)
             kept = None
         if is_large:
@@ -281,21 +282,21 @@ class Connection:
             await call.until_read(num_bytes)
 
     async def _placed(self, call: Call, pieces: replies.Pieces, num_bytes: int, kept: link.Place | None) -> bytes:
-        """Write a message where its request lay, None where that was not kept, or into memory that the client names for
-        it; return the Place. Raises RequestError."""
-        if kept is not None:
-            self._served.regions.copy_in(kept.region, kept.offset, pieces, self._peer.address)
-            return kept._replace(size=num_bytes).packed()
+        """Write a message where its request lay, or, where that was not kept, into memory that the client names for it;
+        return the Place. Raises RequestError."""
         is_used = False
         room: asyncio.Future[link.Place] = self._loop.create_future()
-        call.room = room
         call.share.take(num_bytes)
         try:
-            self._socket.write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
+            if kept is None:
+                call.room = room
+                self._socket.write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
+            else:
+                room.set_result(kept)
             region, offset, _ = await room
             place = link.Place(region, offset, num_bytes)
             self._served.regions.copy_in(place.region, place.offset, pieces, self._peer.address)
-            is_used = True
+            is_used = not call.is_over
         finally:
             call.share.give_back(num_bytes)
             if not is_used and room.done() and not room.cancelled():

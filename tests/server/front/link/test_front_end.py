@@ -189,6 +189,22 @@ async def test_a_reply_goes_where_its_request_lay(rig: Rig) -> None:
     os.close(fd)
 
 
+async def test_a_reply_that_is_too_much_to_hold_gives_the_place_of_its_request_back(rig: Rig) -> None:
+    place, fd = await rig.memory(1 << 19)
+    os.close(fd)
+    await rig.go(2, b"hold", b"a", bytes(100_000))
+    for _ in range(2):
+        await rig.send(link.pack(link.MESSAGE, 2) + bytes(100_000))
+    large = place._replace(size=400_000)
+    await rig.go(3, b"echo", b"b", large.packed(), link.PLACED | link.LAST)
+    await until(lambda: rig.held.num_bytes == 700_000)
+    rig.may_read.set()
+    ended = await rig.packet(link.STATUS)
+    assert (ended.envelope.call, ended.status.code) == (3, code_pb2.UNAVAILABLE)
+    let_go = await rig.packet(link.TAKEN)
+    assert (let_go.envelope.call, let_go.place) == (3, large)
+
+
 @pytest.mark.parametrize("rig", [2**24], indirect=True)
 async def test_requests_that_wait_keep_a_part_of_the_memory_and_give_it_back(rig: Rig) -> None:
     place, fd = await rig.memory(1 << 19)
