@@ -31,15 +31,16 @@ HELD_BYTES = 1_000_000
 
 
 class Rig(RawLink):
-    """The front end's end of a connection. The method `ask` tells whom a call is from; `hold` reads its first message
-    and no other; `flood` answers with replies until it is cancelled; `echo` answers with the request, once it may."""
+    """The front end's end of a connection. The method `ask` tells whom a call is from; `hold` reads its first message,
+    and the others once it may; `flood` answers with replies until it is cancelled; `echo` answers with the request,
+    once it may."""
 
     def __init__(self, held_bytes: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(ours)
         ours.settimeout(TIMEOUT_S)
         theirs.setblocking(False)
-        self.may_read, self.num_replies = asyncio.Event(), 0
+        self.may_read, self.may_echo, self.num_replies = asyncio.Event(), asyncio.Event(), 0
         self.held = Held(held_bytes)
         self.ends: list[Connection] = []
         self.regions = Regions(
@@ -73,7 +74,7 @@ class Rig(RawLink):
             self.num_replies += 1
 
     async def _echo(self, body: bytes, context: Any) -> bytes:
-        await self.may_read.wait()
+        await self.may_echo.wait()
         return body
 
     async def go(self, number: int, method: bytes, client: bytes, body: bytes = b"", flags: int = 0) -> None:
@@ -178,7 +179,7 @@ async def test_a_message_has_no_more_bytes_than_the_most(rig: Rig, size: int, is
 
 async def test_a_reply_goes_where_its_request_lay(rig: Rig) -> None:
     place, fd = await rig.memory(1 << 19)
-    rig.may_read.set()
+    rig.may_echo.set()
     with map_sealed(fd, place.size) as memory:
         memory[1024:201_024] = content = os.urandom(200_000)
         asked = place._replace(offset=1024, size=200_000)
@@ -198,7 +199,7 @@ async def test_a_reply_that_is_too_much_to_hold_gives_the_place_of_its_request_b
     large = place._replace(size=400_000)
     await rig.go(3, b"echo", b"b", large.packed(), link.PLACED | link.LAST)
     await until(lambda: rig.held.num_bytes == 700_000)
-    rig.may_read.set()
+    rig.may_echo.set()
     ended = await rig.packet(link.STATUS)
     assert (ended.envelope.call, ended.status.code) == (3, code_pb2.UNAVAILABLE)
     let_go = await rig.packet(link.TAKEN)
@@ -220,7 +221,7 @@ async def test_requests_that_wait_keep_a_part_of_the_memory_and_give_it_back(rig
         assert (await rig.packet(link.STATUS)).status.code == code_pb2.CANCELLED
         let_go = await rig.packet(link.TAKEN)
         assert (let_go.envelope.call, let_go.place) == (number, place)
-    rig.may_read.set()
+    rig.may_echo.set()
     room = await rig.packet(link.ROOM)
     assert room.envelope.call == 100
     await rig.send(link.pack(link.ROOM, 100) + place.packed())
