@@ -36,7 +36,7 @@ from deltaline_server.front.link.listener import Listener
 from deltaline_server.front.link.methods import Methods
 from deltaline_server.front.port.descriptors import DescriptorError, connections
 from deltaline_server.front.port.gate import Gate
-from deltaline_server.front.state_service import StateService
+from deltaline_server.front.states.state_service import StateService
 from deltaline_server.front.trust.principals import open_principals
 from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.front.trust.tls import Tls
@@ -249,27 +249,13 @@ class Server:
         observer = self.metrics if self._tracing is None else self._tracing.observer(self.metrics)
         building = asyncio.to_thread(Runtime.build, config, observer, self._clock, call_soon, progress, self._place)
         runtime = await told(building, _log, "still loading", progress)
-        model, pool = runtime.model, runtime.pool
         stages: dict[str, Any] = {f"{stage}_s": seconds for stage, seconds in progress.seconds.items()}
         event(
             _log,
             "loaded",
             seconds=self._clock() - begin_s,
             **stages,
-            model_type=model.config.model_type,
-            spans=",".join(f"{span.start}:{span.stop}" for span in model.spans),
-            left_out=model.left_out or "none",
-            streams=model.block_sizes["streams"],
-            device=runtime.device_name,
-            dtype=model.numpy_dtype.name,
-            max_sequences=config.max_sequences,
-            state_bytes=pool.total_bytes,
-            sequence_state_bytes=pool.bytes_per_sequence,
-            kv_pages=0 if pool.kv is None else pool.kv.num_pages,
-            kv_page_bytes=0 if pool.kv is None else pool.kv.page_bytes,
-            max_context=0 if pool.kv is None else pool.kv.max_context,
-            adapter_bytes=config.adapter_bytes,
-            adapter_slot_bytes=0 if model.adapters is None else model.adapters.total_bytes,
+            **runtime.figures(),
         )
         return runtime
 
@@ -305,6 +291,7 @@ class Server:
             clock=self._clock,
             tracing=self._tracing,
             states=runtime.states,
+            passage=runtime.passage,
         )
         admin = AdminService(info=info, table=table, scheduler=scheduler, regions=runtime.regions, drain=runtime.drain)
         self._health = Health(
@@ -314,6 +301,7 @@ class Server:
         own = [self._layer_service.handlers(), adapters, admin.handlers(), self._health.handlers()]
         self._state_service = StateService(
             states=runtime.states,
+            passage=runtime.passage,
             table=table,
             served=runtime.served(),
             identity=self.identity,

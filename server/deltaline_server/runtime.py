@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -40,6 +41,8 @@ from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots import layout
 from deltaline_server.snapshots.moves import STORED_LIMIT
+from deltaline_server.snapshots.sequences.in_order import InOrder
+from deltaline_server.snapshots.sequences.passage import Passage
 from deltaline_server.snapshots.states import States
 from deltaline_server.snapshots.tiers import Tiers
 from deltaline_server.step import WAYPOINT_TOKENS
@@ -71,6 +74,7 @@ class Runtime:
     table: SequenceTable
     scheduler: Scheduler
     states: States
+    passage: Passage
     mover: Mover
     drain: Drain
     regions: Regions
@@ -141,16 +145,12 @@ class Runtime:
         moves = tiers.moves(model, pool, engine.transfer, snapshots, capture, table.adapters, computing.shared)
         exchange = tiers.exchange(model, pool, moves, snapshots, table.adapters)
         wholes = tiers.wholes(model, moves, table, engine.place_pages, scheduler.reserve_replies)
+        in_order = InOrder(table, scheduler)
         states = States(
-            table=table,
-            capture=capture,
-            snapshots=snapshots,
-            scheduler=scheduler,
-            moves=moves,
-            exchange=exchange,
-            wholes=wholes,
+            table=table, capture=capture, snapshots=snapshots, scheduler=scheduler, in_order=in_order, moves=moves
         )
-        mover = Mover.of(config, states, table, tiers.directory, wall_clock)
+        passage = Passage(table, in_order, exchange, wholes)
+        mover = Mover.of(config, passage, table, tiers.directory, wall_clock)
         drain = Drain(mover, table, scheduler, config.drain_timeout_s, clock)
         return cls(
             config,
@@ -161,6 +161,7 @@ class Runtime:
             table,
             scheduler,
             states,
+            passage,
             mover,
             drain,
             regions,
@@ -212,6 +213,7 @@ class Runtime:
         self.mover.close()
         if self.adapters is not None:
             await self.adapters.close()
+        await self.passage.close()
         await self.states.close()
         await asyncio.to_thread(self.engine.close)
         await self.regions.close()
@@ -221,6 +223,26 @@ class Runtime:
     def served(self) -> Served:
         """What requests are read against."""
         return Served(make_limits(self.config), self.model.ends, self.model.numpy_dtype, self.regions)
+
+    def figures(self) -> dict[str, Any]:
+        """What a line of the log tells of what was loaded."""
+        config, model, pool = self.config, self.model, self.pool
+        return {
+            "model_type": model.config.model_type,
+            "spans": ",".join(f"{span.start}:{span.stop}" for span in model.spans),
+            "left_out": model.left_out or "none",
+            "streams": model.block_sizes["streams"],
+            "device": self.device_name,
+            "dtype": model.numpy_dtype.name,
+            "max_sequences": config.max_sequences,
+            "state_bytes": pool.total_bytes,
+            "sequence_state_bytes": pool.bytes_per_sequence,
+            "kv_pages": 0 if pool.kv is None else pool.kv.num_pages,
+            "kv_page_bytes": 0 if pool.kv is None else pool.kv.page_bytes,
+            "max_context": 0 if pool.kv is None else pool.kv.max_context,
+            "adapter_bytes": config.adapter_bytes,
+            "adapter_slot_bytes": 0 if model.adapters is None else model.adapters.total_bytes,
+        }
 
     def info(self) -> pb.GetServerInfoResponse:
         """The answer of GetServerInfo."""

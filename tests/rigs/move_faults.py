@@ -61,14 +61,14 @@ class Faults:
     the sequence stood still."""
 
     def __init__(self, source: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-        states = source.runtime.states
-        exchange = states.existing_exchange()
+        passage = source.runtime.passage
+        exchange = passage.existing_exchange()
         mover = source.runtime.mover
-        self._pieces, self._let_go, self._open, self._move = exchange.pieces, states.let_go, Peer.open, mover.move
-        self._stored, self._is_frozen = states.stored, False
-        monkeypatch.setattr(states, "stored", self._freeze)
+        self._pieces, self._let_go, self._open, self._move = exchange.pieces, passage.let_go, Peer.open, mover.move
+        self._stored, self._is_frozen = passage.stored, False
+        monkeypatch.setattr(passage, "stored", self._freeze)
         monkeypatch.setattr(exchange, "pieces", self._in_pieces)
-        monkeypatch.setattr(states, "let_go", self._before_let_go)
+        monkeypatch.setattr(passage, "let_go", self._before_let_go)
         monkeypatch.setattr(mover, "move", self._behind_move)
         monkeypatch.setattr(Peer, "open", lambda peer, *asked: self._behind_open(peer, *asked))
         self._point: Point | None = None

@@ -189,9 +189,9 @@ class HeldPieces:
     """
 
     def __init__(self, server: Any, monkeypatch: Any) -> None:
-        self._pieces = server.runtime.states.exchange.pieces
+        self._pieces = server.runtime.passage.exchange.pieces
         self.go, self.num_leaving = asyncio.Event(), 0
-        monkeypatch.setattr(server.runtime.states.exchange, "pieces", self._held)
+        monkeypatch.setattr(server.runtime.passage.exchange, "pieces", self._held)
 
     async def _held(self, *arguments: Any, **options: Any) -> Any:
         self.num_leaving += 1

@@ -24,6 +24,7 @@ from deltaline_server.principal import ANONYMOUS
 from deltaline_server.scheduling.in_flight import BatchEngine
 from deltaline_server.scheduling.observer import BatchTiming
 from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.snapshots.sequences.in_order import InOrder
 from deltaline_server.snapshots.states import States
 from deltaline_server.step import (
     WAYPOINT_TOKENS,
@@ -327,7 +328,13 @@ class Rig:
             clock=clock or (lambda: self.now),
             waypoints=self.waypoints,
         )
-        self.states = States(table=self.table, capture=self.capture, snapshots=self.snapshots, scheduler=self.scheduler)
+        self.states = States(
+            table=self.table,
+            capture=self.capture,
+            snapshots=self.snapshots,
+            scheduler=self.scheduler,
+            in_order=InOrder(self.table, self.scheduler),
+        )
         self.adapter_slots.on_copied = self.scheduler.adapter_wait.copied
 
     def zero(self, lines: NDArray[np.int64]) -> None:

@@ -30,6 +30,8 @@ from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots.directory import StateDirectory
 from deltaline_server.snapshots.files import FileTier
 from deltaline_server.snapshots.host import HostTier
+from deltaline_server.snapshots.sequences.in_order import InOrder
+from deltaline_server.snapshots.sequences.passage import Passage
 from deltaline_server.snapshots.states import States
 from deltaline_server.snapshots.tiers import Tiers, layer_numbers, make_layout
 from deltaline_server.step import BatchResult, StepBatch
@@ -321,17 +323,25 @@ class StateRig:
             self.model, self.pool, self.engine.transfer, self.snapshots, capture, self.table.adapters
         )
         self.exchange = self.tiers.exchange(self.model, self.pool, self.moves, self.snapshots, self.table.adapters)
+        wholes = self.tiers.wholes(
+            self.model, self.moves, self.table, self.engine.place_pages, self.scheduler.reserve_replies
+        )
+        in_order = InOrder(self.table, self.scheduler)
+        self.passage = Passage(self.table, in_order, self.exchange, wholes)
         self.states = States(
             table=self.table,
             capture=capture,
             snapshots=self.snapshots,
             scheduler=self.scheduler,
+            in_order=in_order,
             moves=self.moves,
-            exchange=self.exchange,
-            wholes=self.tiers.wholes(
-                self.model, self.moves, self.table, self.engine.place_pages, self.scheduler.reserve_replies
-            ),
         )
+
+    async def close(self) -> None:
+        """End what is under way, and the tiers."""
+        await self.passage.close()
+        await self.states.close()
+        await self.tiers.close()
 
     def reference(self, history: Sequence[Entry]) -> tuple[int, Reference]:
         """A reference that was fed a history, which gave the same bits again; and its line."""

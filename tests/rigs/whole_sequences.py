@@ -117,14 +117,14 @@ class Traveller:
 
     async def exported(self, ahead: int = 0) -> bytes:
         """The sequence's file, without the pages of tokens that went ahead."""
-        states = self.rig.states
-        async with states.stored(self.rig.table.server_epoch, self.handles, self.owner, ahead=ahead) as id:
+        passage = self.rig.passage
+        async with passage.stored(self.rig.table.server_epoch, self.handles, self.owner, ahead=ahead) as id:
             return await self._file(id)
 
     async def pages(self, begin: int, end: int) -> bytes:
         """The file of whole pages of tokens that are settled."""
-        states, at = self.rig.states, (self.rig.table.server_epoch, self.handles, self.owner)
-        async with states.stored_pages(*at, begin, end) as id:
+        passage, at = self.rig.passage, (self.rig.table.server_epoch, self.handles, self.owner)
+        async with passage.stored_pages(*at, begin, end) as id:
             return await self._file(id)
 
     async def _file(self, id: bytes) -> bytes:
@@ -153,7 +153,7 @@ async def imported_by(
 ) -> int:
     exchange, arriving = rig.exchange, Arriving(pieces)
     assert exchange is not None
-    with exchange.on_its_way(owner), rig.states.coming(owner) as sequence:
+    with exchange.on_its_way(owner), rig.passage.coming(owner) as sequence:
         stored, _ = await exchange.read_header(arriving)
         exchange.check_adapter(stored.header, owner)
         assert stored.header.is_sequence
@@ -164,7 +164,7 @@ async def imported_by(
         await sequence.landed()
         sequence.expect(stored.header)
         async with exchange.received(arriving, stored, owner, is_pinned=False) as header:
-            [handle] = (await rig.states.open_stored(header, owner, lease_s, sequence.hand_over())).tolist()
+            [handle] = (await sequence.open(header, lease_s)).tolist()
     return int(handle)
 
 

@@ -28,6 +28,7 @@ from deltaline_server.front.trust.turns import Turns
 from deltaline_server.principal import Principal
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import GRPC_REPLY_TURNS, Scheduler
+from deltaline_server.snapshots.sequences.passage import Passage
 from deltaline_server.snapshots.states import States
 from deltaline_server.step import StepRequest, StepResult
 from deltaline_server.tables.open_tokens import Opened, Origin
@@ -65,11 +66,13 @@ class LayerService:
         clock: Callable[[], float],
         tracing: Tracing | None = None,
         states: States,
+        passage: Passage,
     ) -> None:
         """`observer` counts what streams refuse, and `refusals` says when that may be answered; `turns` says when
         their steps begin; `principals` judges those that live on; `states` are what sequences may begin with;
         `clock` is the scheduler's: monotonic seconds."""
-        self._tracing, self._principals, self._refusals, self._states = tracing, principals, refusals, states
+        self._tracing, self._principals, self._refusals = tracing, principals, refusals
+        self._states, self._passage = states, passage
         self._table, self._scheduler, self._served, self._identity = table, scheduler, served, identity
         self._observer, self._clock, self._turns = observer, clock, turns
         self._stream_readers: set[asyncio.Task[None]] = set()
@@ -220,7 +223,7 @@ class LayerService:
     async def commit_sequences(self, message: pb.CommitSequencesRequest, context: Context) -> bytes:
         """Fix accepted counts."""
         commit = requests.read_commit(message, self._served)
-        await self._states.until_none_leaves(commit.handle, current_principal())
+        await self._passage.until_none_leaves(commit.handle, current_principal())
         self._scheduler.settle()
         epoch = self._identity.epoch(commit.server_epoch, context)
         self.guesses.check(context.peer(), current_principal())

@@ -15,10 +15,14 @@ from deltaline_server.errors import Reason, RequestError
 from deltaline_server.moving.peers import WHOLE_S
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.exchange import AHEAD_BYTES
-from deltaline_server.snapshots.states import States
+from deltaline_server.snapshots.sequences.passage import Passage
 
 # How long pages may go ahead; the rest needs time too.
 AHEAD_S = WHOLE_S / 2
+
+
+class StaysHere(RequestError):
+    """What this side ends a move for; another try of it would end so too."""
 
 
 class _Prepared(NamedTuple):
@@ -39,14 +43,14 @@ class Leaving:
 
     def __init__(
         self,
-        states: States,
+        passage: Passage,
         epoch: int,
         handle: NDArray[np.uint64],
         principal: Principal,
         page_tokens: int,
     ) -> None:
         """handle: uint64 [1]. page_tokens: of whole pages of both servers."""
-        self._states, self._page_tokens = states, page_tokens
+        self._passage, self._page_tokens = passage, page_tokens
         self._whose = epoch, handle, principal
         self._principal, self._held = principal, AsyncExitStack()
         self._id: bytes | None = None
@@ -70,14 +74,14 @@ class Leaving:
         return self._id is not None and self.ahead > 0
 
     def lease_s(self) -> float:
-        """The length of its lease. Raises RequestError as States.lease_s does."""
-        return self._states.lease_s(*self._whose)
+        """The length of its lease. Raises RequestError as Passage.lease_s does."""
+        return self._passage.lease_s(*self._whose)
 
     async def pieces(self, lease_s: float) -> AsyncGenerator[memoryview, None]:
         """Its file, in pieces, those of its pages first; once it stands still the last file alone.
 
-        lease_s: that it is to have. Raises RequestError as States.stored does, and MOVE_FAILED where pages take too
-        long or its lease was made longer while they went.
+        lease_s: that it is to have. Raises RequestError as Passage.stored does, and StaysHere, MOVE_FAILED, where pages
+        take too long or its lease was made longer while they went.
         """
         if self._id is None:
             begun_s = asyncio.get_running_loop().time()
@@ -87,10 +91,10 @@ class Leaving:
                     yield piece
             self._frozen_since_s = asyncio.get_running_loop().time()
             self.ahead_s += self._frozen_since_s - begun_s
-            stored = self._states.stored(*self._whose, is_leaving=True, ahead=self.ahead)
+            stored = self._passage.stored(*self._whose, is_leaving=True, ahead=self.ahead)
             self._id = await self._held.enter_async_context(stored)
             if self.lease_s() > lease_s + 0.001:
-                raise _failed("its lease was made longer meanwhile")
+                raise _stays("its lease was made longer meanwhile")
         async with aclosing(self._file(self._id)) as pieces:
             async for piece in pieces:
                 self.bytes_frozen += len(piece)
@@ -117,7 +121,7 @@ class Leaving:
                         yield piece
                 self.ahead = end
                 if asyncio.get_running_loop().time() > until_s:
-                    raise _failed(f"its pages took more than {AHEAD_S:g} seconds")
+                    raise _stays(f"its pages took more than {AHEAD_S:g} seconds")
         finally:
             if coming is not None:
                 coming.cancel()
@@ -128,14 +132,14 @@ class Leaving:
         """Where the tokens of whole pages begin and end that may go next, until few are left."""
         begin, before = 0, 1 << 62
         while True:
-            settled = self._states.num_settled(*self._whose)
+            settled = self._passage.num_settled(*self._whose)
             settled -= settled % self._page_tokens
             # Where steps fill pages as fast as these go, more rounds would not leave less.
             if not 0 < settled - begin <= before // 2:
                 return
             before = settled - begin
             while begin < settled:
-                end = min(begin + self._states.existing_exchange().tokens_at_once(self._page_tokens), settled)
+                end = min(begin + self._passage.existing_exchange().tokens_at_once(self._page_tokens), settled)
                 yield begin, end
                 begin = end
 
@@ -143,7 +147,7 @@ class Leaving:
         """The file of the pages of tokens `begin` .. `end`, its first piece made."""
         held = AsyncExitStack()
         try:
-            id = await held.enter_async_context(self._states.stored_pages(*self._whose, begin, end))
+            id = await held.enter_async_context(self._passage.stored_pages(*self._whose, begin, end))
             pieces = await held.enter_async_context(aclosing(self._file(id)))
             return _Prepared(held, await anext(pieces), pieces, end)
         except BaseException:
@@ -151,10 +155,10 @@ class Leaving:
             raise
 
     def _file(self, id: bytes) -> AsyncGenerator[memoryview, None]:
-        exchange = self._states.existing_exchange()
+        exchange = self._passage.existing_exchange()
         # How long a message may take is the way's to say; a file that was made ahead waits for the one before.
         return exchange.pieces(id, self._principal, pause_s=WHOLE_S, whole_s=WHOLE_S, piece_bytes=AHEAD_BYTES)
 
 
-def _failed(why: str) -> RequestError:
-    return RequestError(Reason.MOVE_FAILED, f"{why}; the sequence stays here", retry_after_s=1.0)
+def _stays(why: str) -> StaysHere:
+    return StaysHere(Reason.MOVE_FAILED, f"{why}; the sequence stays here", retry_after_s=1.0)

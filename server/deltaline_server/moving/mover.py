@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from deltaline_server.config import Config
 from deltaline_server.errors import Code, Reason, Refusal, RequestError
-from deltaline_server.moving.leaving import Leaving
+from deltaline_server.moving.leaving import Leaving, StaysHere
 from deltaline_server.moving.peers import Peer, Peers, no_answer
 from deltaline_server.moving.records import MovedRecords
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.directory import StateDirectory
 from deltaline_server.snapshots.header import ID_BYTES
-from deltaline_server.snapshots.states import States
+from deltaline_server.snapshots.sequences.passage import Passage
 from deltaline_server.tables.moved import Owner
 from deltaline_server.tables.sequences import SequenceTable
 
@@ -46,9 +46,9 @@ class Moved(NamedTuple):
 class Mover:
     """Moves sequences of a table to other servers. All methods belong to the event loop's thread."""
 
-    def __init__(self, states: States, table: SequenceTable, peers: Peers, records: MovedRecords | None) -> None:
+    def __init__(self, passage: Passage, table: SequenceTable, peers: Peers, records: MovedRecords | None) -> None:
         """records: of moves, for the server that comes after this one; None for none."""
-        self._states, self._table, self._peers, self.records = states, table, peers, records
+        self._passage, self._table, self._peers, self.records = passage, table, peers, records
         self.num_moved = self.num_failed = 0
         """Sequences that were moved, and how often one that could have been was not."""
         self.bytes_ahead = self.bytes_frozen = 0
@@ -60,7 +60,7 @@ class Mover:
     def of(
         cls,
         config: Config,
-        states: States,
+        passage: Passage,
         table: SequenceTable,
         directory: StateDirectory | None,
         wall_clock: Callable[[], float],
@@ -69,11 +69,11 @@ class Mover:
         records = None
         if directory is not None:
             records = MovedRecords(directory, table.moved, table.max_lease_s, wall_clock)
-        return cls(states, table, Peers.of(config), records)
+        return cls(passage, table, Peers.of(config), records)
 
     async def check(self, target: str) -> None:
         """Raise RequestError as `move` does unless sequences may be moved to a server, which answers."""
-        self._states.existing_exchange()
+        self._passage.existing_exchange()
         async with self._peers.reach(target, self._table.server_epoch):
             pass
 
@@ -87,7 +87,7 @@ class Mover:
 
         Raises RequestError as Peers.reach and MovedRecords.check do, and HOST_TIER_OFF; then none was moved.
         """
-        self._states.existing_exchange()
+        self._passage.existing_exchange()
         if self.records is not None:  # else a copy at the target might be left each time
             await self.records.check()
         owners, refusals, places = dict[int, Owner](), dict[int, Refusal](), asyncio.Semaphore(AT_ONCE)
@@ -113,16 +113,16 @@ class Mover:
     async def _move_one(self, epoch: int, handle: NDArray[np.uint64], principal: Principal, peer: Peer) -> Owner:
         """One sequence's move, handle uint64 [1]. Raises RequestError as Leaving.pieces, Peer.open and MovedRecords.add
         do, and of a sequence that is over meanwhile; then it has not left."""
-        states, pages = self._states, self._table.pages
+        passage, pages = self._passage, self._table.pages
         page_tokens = max(peer.page_tokens, 1 if pages is None else pages.page_size)  # powers of two
-        with states.existing_exchange().on_its_way(principal):
-            async with Leaving(states, epoch, handle, principal, page_tokens) as leaving:
+        with passage.existing_exchange().on_its_way(principal):
+            async with Leaving(passage, epoch, handle, principal, page_tokens) as leaving:
                 owner, lease_ms = await self._open(leaving, peer)
                 try:
                     if self.records is not None:  # before anybody may know
                         at = epoch, int(handle[0])
                         await self.records.add(*at, principal.name, owner, lease_ms / 1000)
-                    states.let_go(epoch, handle, principal, owner)
+                    passage.let_go(epoch, handle, principal, owner)
                 except RequestError:  # of all else nobody knows whether it was let go of
                     await peer.close(owner)
                     raise
@@ -141,6 +141,8 @@ class Mover:
             try:
                 async with aclosing(leaving.pieces(lease_ms / 1000)) as pieces:
                     return await peer.open(pieces, request_id, lease_ms), lease_ms
+            except StaysHere:
+                raise
             except RequestError as error:
                 is_lost = error.refusal.reason in (Reason.MOVE_FAILED, Reason.UPLOAD_TIMEOUT)
                 if not is_lost and not only_asks:

@@ -98,7 +98,7 @@ class MovedRecords:
             self._num_bytes = self._max_bytes  # they are read before another is written
             return
         own = [record for record in records if record.name == name]
-        for record in reversed(own):  # of several of one sequence the last counts
+        for record in reversed(own):  # of several of one sequence the one that lasts longest counts
             owner = Owner(record.server, record.server_epoch, record.sequence)
             remaining_s = min(record.until_ms / 1000 - now, self._max_lease_s)
             self._moved.add(record.epoch, record.handle, record.principal, owner, remaining_s, is_told=True)

@@ -186,9 +186,13 @@ class Exchange:
         async def copy_in(memory: Bytes) -> None:
             judge = partial(check_sections, stored, memory, self._layout, self._types)
             filled.append(Filling(self._threads, stored, memory, judge))
-            await arriving.read_state(filled[0], is_last=not header.is_pages)
-            if not header.is_pages:
-                await filled[0].judged()
+            try:
+                await arriving.read_state(filled[0], is_last=not header.is_pages)
+                if not header.is_pages:
+                    await filled[0].judged()
+            except BaseException:
+                filled[0].end()  # its place is another's from now on
+                raise
 
         async def judged() -> None:
             with _refusals():

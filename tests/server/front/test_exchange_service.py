@@ -28,7 +28,7 @@ from deltaline_server import app
 from deltaline_server.app import Server
 from deltaline_server.errors import RequestError
 from deltaline_server.front.pace import PACE, Pace
-from deltaline_server.front.state_service import StateService
+from deltaline_server.front.states.state_service import StateService
 from deltaline_server.principal import ANONYMOUS
 from deltaline_server.snapshots import exchange
 from deltaline_server.snapshots.exchange import Exchange
@@ -91,7 +91,7 @@ def host_of(server: Server) -> HostTier:
 
 
 def exchange_of(server: Server) -> Exchange:
-    found = server.runtime.states.exchange
+    found = server.runtime.passage.exchange
     assert found is not None
     return found
 

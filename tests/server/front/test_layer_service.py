@@ -38,7 +38,7 @@ async def test_a_line_is_free_once_the_last_step_of_its_closed_sequence_is_answe
     served = Served(make_limits(), shapes, np.dtype(np.float32), regions)
     parts: dict[str, Any] = {"table": rig.table, "scheduler": rig.scheduler, "observer": rig.counts}
     parts |= {"principals": Principals(), "refusals": Refusals(lambda: rig.now), "turns": Turns(lambda: rig.now)}
-    parts |= {"states": None, "identity": Identity()}
+    parts |= {"states": None, "passage": None, "identity": Identity()}
     service = LayerService(**parts, served=served, clock=lambda: rig.now)
     (handle,) = rig.open()
     step = rig.submit(rig.request((handle, RowKind.DECODE, 1, 0, -1, [1.0])))

@@ -15,7 +15,7 @@ from deltaline.v1 import state_service_pb2 as pb
 from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
 from deltaline.v1.state_service_pb2_grpc import StateServiceStub
 from deltaline_server.app import Server
-from deltaline_server.front.state_service import AT_ONCE
+from deltaline_server.front.states.state_service import AT_ONCE
 from deltaline_server.snapshots.states import States
 
 SEQUENCES, ROUNDS = 256, 4

@@ -43,8 +43,7 @@ async def stored(moves: Moves) -> None:
 
 
 async def closed(rig: StateRig) -> None:
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()
 
 
 async def test_what_is_forgotten_while_it_waits_is_not_kept() -> None:

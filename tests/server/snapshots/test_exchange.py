@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -31,8 +32,8 @@ from rigs.until import until
 
 from deltaline_server.errors import Reason
 from deltaline_server.principal import ANONYMOUS, Principal, Quotas
-from deltaline_server.snapshots import exchange
-from deltaline_server.snapshots.header import StateHeader
+from deltaline_server.snapshots import exchange, stream
+from deltaline_server.snapshots.header import Flaw, StateFileError, StateHeader
 from deltaline_server.snapshots.host import Copy
 from deltaline_server.snapshots.layout import Bytes, Part
 from deltaline_server.tables.captured.snapshot import SnapshotState
@@ -99,8 +100,7 @@ async def test_a_state_is_the_same_from_every_tier(tmp_path: Path, where: str) -
     )
     assert rig.tiers.host is not None and rig.tiers.host.find(made.id) is not None
     rig.states.check_integrity()
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()
 
 
 async def test_an_export_joins_the_copy_under_way_and_goes_ahead_of_those_that_wait(tmp_path: Path) -> None:
@@ -222,15 +222,13 @@ async def test_an_import_is_written_to_a_file_and_outlives_its_server(tmp_path: 
     assert rig.tiers.host is not None and not rig.tiers.host.pinned_bytes.total(), "the file is what stays"
     await leave_host(rig, came.id)
     assert described(rig, came).tier is Tier.FILE
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()
     rig = make_rig(tmp_path, files=True)
     await rig.states.find_stored(lambda name: 0)
     again = described(rig, came)
     assert (again.position, again.is_pinned) == (came.position, True)
     await restored(rig, again)
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()
 
 
 # -- all or nothing --------------------------------------------------------------------------------------------------
@@ -401,3 +399,31 @@ async def test_a_value_that_is_not_finite_is_refused_by_its_section(pair: Any, p
     assert part.name.lower() in caught.value.refusal.message and caught.value.refusal.field == "chunk"
     await check_empty(other)
     await imported(other, [forged(rig.tiers.layout, whole, put(part, np.float32(3e38), half))])
+
+
+async def test_a_refused_state_is_looked_at_no_further(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits would read a place that is another's by then."""
+    monkeypatch.setattr(stream, "THREADS", 1)
+    rig, other = pair()
+    whole = b"".join(await exported(rig, (await captured(await prefilled(rig))).id))
+    num_judged, goes_on, begun = 0, threading.Event(), threading.Semaphore(0)
+
+    def judge(*_: object) -> None:
+        nonlocal num_judged
+        num_judged += 1
+        if num_judged == 1:
+            begun.acquire()  # all others wait behind it
+            raise StateFileError(Flaw.DIGEST, "another")
+        goes_on.wait()
+
+    monkeypatch.setattr(exchange, "check_sections", judge)
+    monkeypatch.setattr(stream, "PART_BYTES", 1)
+    importing = asyncio.ensure_future(imported(other, [whole]))
+    await until(lambda: num_judged)
+    await asyncio.sleep(0.05)
+    begun.release()
+    with refuses(Reason.STATE_DAMAGED):
+        await importing
+    goes_on.set()
+    await other.close()
+    assert num_judged <= 2, "what a thread was at by then, and no more"

@@ -68,8 +68,7 @@ async def test_what_is_over_before_its_file_is_read_is_not_lost(
     assert caught.value.refusal.metadata == {"state": how.name}
     assert (moves.num_lost, files.flaws, host.used_bytes) == (0, Counter(), 0)
     rig.states.check_integrity()
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()
 
 
 async def test_what_came_to_the_device_is_not_read_from_its_file(
@@ -107,5 +106,4 @@ async def test_what_came_to_the_device_is_not_read_from_its_file(
     assert described(rig, made).tier is Tier.DEVICE and host.find(made.id) is not None
     assert (moves.num_lost, files.flaws) == (0, Counter())
     rig.states.check_integrity()
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()

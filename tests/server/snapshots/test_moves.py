@@ -62,8 +62,7 @@ async def test_a_snapshot_goes_on_bitwise_from_every_tier(
         await leave_host(rig, made.id)
         assert described(rig, made).tier is Tier.FILE
     if tier == "restart":
-        await rig.states.close()
-        await rig.tiers.close()
+        await rig.close()
         rig = make_rig(tmp_path, name, files=True)
         await rig.states.find_stored(lambda name: 0 if name == "anonymous" else None)
         again = described(rig, made)
@@ -77,8 +76,7 @@ async def test_a_snapshot_goes_on_bitwise_from_every_tier(
             np.testing.assert_array_equal(one, other)
     assert described(rig, made).tier is Tier.DEVICE
     rig.states.check_integrity()
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -105,7 +103,7 @@ async def test_a_waypoint_goes_on_bitwise_from_host_memory(name: str, tmp_path: 
     for one, other in zip(await Sequence(rig, int(again.handles[0]), 71).goes_on(), expected, strict=True):
         np.testing.assert_array_equal(one, other)
     rig.states.check_integrity()
-    await rig.states.close()
+    await rig.close()
 
 
 async def test_what_is_released_while_it_is_copied_keeps_its_line_until_then(tmp_path: Path) -> None:
@@ -148,7 +146,7 @@ async def test_what_is_not_stored_yet_is_over_when_it_gives_way(tmp_path: Path) 
     assert rig.lines.num_freezable == 0
     tiers = Counter(described(rig, one).tier for one, state in zip(made, states, strict=True) if state == 1)
     assert tiers == {Tier.HOST: 1, Tier.DEVICE: 2}
-    await rig.states.close()
+    await rig.close()
 
 
 async def test_pinned_ones_are_stored_and_stay_on_the_device(tmp_path: Path) -> None:
@@ -159,8 +157,7 @@ async def test_pinned_ones_are_stored_and_stay_on_the_device(tmp_path: Path) -> 
     await captured(await prefilled(rig))
     assert described(rig, made).tier is Tier.DEVICE
     assert rig.tiers.files is not None and rig.tiers.files.has(made.id)
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()
 
 
 async def test_a_damaged_file_is_lost_and_told(tmp_path: Path) -> None:
@@ -179,8 +176,7 @@ async def test_a_damaged_file_is_lost_and_told(tmp_path: Path) -> None:
     assert rig.moves is not None and rig.moves.num_lost == 1
     assert rig.states.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.LOST]
     rig.states.check_integrity()
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()
     assert not path.exists()
 
 
@@ -204,8 +200,7 @@ async def test_a_file_that_can_t_be_read_now_is_not_lost(
     assert rig.moves is not None and rig.moves.num_lost == 0
     await restored(rig, made)
     rig.states.check_integrity()
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()
 
 
 async def test_a_prompt_whose_file_is_damaged_begins_with_nothing(tmp_path: Path) -> None:
@@ -220,8 +215,7 @@ async def test_a_prompt_whose_file_is_damaged_begins_with_nothing(tmp_path: Path
     ) as found:
         assert found.prefix is None
     assert rig.states.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.LOST]
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()
 
 
 async def test_a_full_disk_is_a_miss_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,8 +233,7 @@ async def test_a_full_disk_is_a_miss_and_no_error(tmp_path: Path, monkeypatch: p
     await leave_host(rig, made.id)
     assert rig.states.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.EVICTED]
     rig.states.check_integrity()
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()
 
 
 async def test_host_memory_that_is_full_lets_the_oldest_go(tmp_path: Path) -> None:
@@ -255,7 +248,7 @@ async def test_host_memory_that_is_full_lets_the_oldest_go(tmp_path: Path) -> No
         rig.states.check_integrity()
     states = rig.states.renew([one.id for one in made], ANONYMOUS, lease_s=None)
     assert states == [SnapshotState.EVICTED, *[SnapshotState.HELD] * (len(made) - 1)] and len(made) > 3
-    await rig.states.close()
+    await rig.close()
 
 
 async def test_those_who_want_the_same_wait_for_one_copy(tmp_path: Path) -> None:
@@ -273,7 +266,7 @@ async def test_those_who_want_the_same_wait_for_one_copy(tmp_path: Path) -> None
     rig.engine.eager = True
     assert len(await waiting[1]) == len(await waiting[2]) == 1
     assert rig.moves.num_brought == {Tier.HOST: 1, Tier.FILE: 0}
-    await rig.states.close()
+    await rig.close()
 
 
 async def test_what_is_released_while_it_comes_back_is_over(tmp_path: Path) -> None:
@@ -293,7 +286,7 @@ async def test_what_is_released_while_it_comes_back_is_over(tmp_path: Path) -> N
         await waiting
     rig.states.check_integrity()
     assert rig.lines.num_used == used
-    await rig.states.close()
+    await rig.close()
 
 
 async def test_close_finishes_what_is_copied(tmp_path: Path) -> None:
@@ -340,7 +333,7 @@ async def test_close_lets_other_calls_go_on_until_threads_have_ended(
     assert rig.moves is not None
     if fails:
         monkeypatch.setattr(rig.moves, "close", failing)
-    closing = asyncio.ensure_future(rig.states.close())
+    closing = asyncio.ensure_future(rig.close())
     await asyncio.sleep(0.05)
     assert not closing.done()
     goes_on.set()

@@ -614,8 +614,7 @@ def too_long(known: Known) -> bool:
 async def test_all_goes_on_bitwise_as_what_shares_nothing(name: str, tiers: str, count: int, tmp_path: Path) -> None:
     world = World(name, tmp_path, seed=7, tiers=tiers)
     await world.run(3 * count if tiers else count)
-    await world.rig.states.close()
-    await world.rig.tiers.close()
+    await world.rig.close()
     assert world.num_compared > count / 3, world.done
     kinds = ["snapshot", "fork", "restore", "found", "opened where it was found", "waypoints", "HELD"]
     if world.rig.moves is None:

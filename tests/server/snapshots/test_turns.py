@@ -94,4 +94,4 @@ async def test_nobody_waits_for_all_that_another_brings_back(tmp_path: Path) -> 
     rig.engine.eager = True
     rig.engine.run()
     await asyncio.gather(*back)
-    await rig.states.close()
+    await rig.close()

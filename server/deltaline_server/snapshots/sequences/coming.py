@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,8 @@ class Wholes(Protocol):
 
 
 class Coming:
-    """A principal's sequence that is yet to be opened. Nobody knows its handle, and it ends with the call by which it
-    comes. All methods belong to the event loop's thread."""
+    """A principal's sequence that is yet to be opened. Nobody knows its handle, and nothing is left of it behind the
+    context unless it was opened. All methods belong to the event loop's thread."""
 
     def __init__(self, wholes: Wholes, owner: Principal) -> None:
         self._wholes, self._owner = wholes, owner
@@ -90,16 +90,20 @@ class Coming:
             if self._slot is not None:
                 await self._wholes.land_pages(self._slot, header)
 
-    def hand_over(self) -> int | None:
-        """The sequence's slot, None where no pages came; it is the caller's from now on."""
+    async def open(self, header: StateHeader, lease_s: float | None) -> NDArray[np.uint64]:
+        """Open it, where its rest lies in host memory. Returns its handle, uint64 [1]. Raises as WholeSequences.open;
+        then nothing is left of it."""
         slot, self._slot = self._slot, None
-        return slot
+        return await self._wholes.open(header, self._owner, lease_s, slot)
 
-    def end(self) -> None:
-        """Nothing is left of a sequence that was not handed over, once nothing is written to its pages. Idempotent."""
-        slot = self.hand_over()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exit: object) -> None:
+        slot, self._slot = self._slot, None
         if slot is None:
             return
+        # Once nothing is written to its pages.
 
         def end(landing: asyncio.Future[None] | None) -> None:
             if landing is not None and not landing.cancelled():

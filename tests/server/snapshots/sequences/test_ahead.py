@@ -24,9 +24,9 @@ from rigs.whole_sequences import Traveller, check_idle, imported, imported_by, o
 
 from deltaline_server.errors import Reason
 from deltaline_server.principal import ANONYMOUS, Principal
-from deltaline_server.snapshots import states
 from deltaline_server.snapshots.header import PREAMBLE, Flaw, StateFileError, StateHeader
 from deltaline_server.snapshots.layout import SpanProgress
+from deltaline_server.snapshots.sequences import passage
 from deltaline_server.snapshots.sequences.coming import Coming
 
 DAMAGED, MISMATCH, INVALID = Reason.STATE_DAMAGED, Reason.STATE_MISMATCH, Reason.INVALID_REQUEST
@@ -41,7 +41,7 @@ async def prefilled(rig: StateRig, count: int = TOKENS) -> Traveller:
 
 
 def num_settled(one: Traveller) -> int:
-    return one.rig.states.num_settled(one.rig.table.server_epoch, one.handles, one.owner)
+    return one.rig.passage.num_settled(one.rig.table.server_epoch, one.handles, one.owner)
 
 
 @pytest.mark.parametrize("name", PAGED)
@@ -277,7 +277,7 @@ async def test_pages_that_fail_behind_a_call_that_ended_are_nobody_s_error(
 
     await coming.land(arrived)
     await asyncio.sleep(0)
-    coming.end()
+    coming.__exit__()
     del coming
     gc.collect()
     assert ended == [7] and "never retrieved" not in caplog.text
@@ -351,19 +351,14 @@ async def test_a_rest_whose_pages_are_gone_opens_nothing(pair: Any) -> None:
     files = await Files.of(rig)
 
     class Gone(Coming):
-        def hand_over(self) -> int | None:
-            slot = super().hand_over()
-            if slot is not None:
-                ended.append(slot)
-            return None
+        async def open(self, *asked: Any) -> Any:
+            self.__exit__()
+            return await super().open(*asked)
 
-    ended = list[int]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(states, "Coming", Gone)
+        patch.setattr(passage, "Coming", Gone)
         with refuses(INVALID):
             await imported(to, [*files.pages, files.rest])
-    [slot] = ended
-    to.table.close(to.table.server_epoch, to.table.handles(np.array([slot])))
     assert to.table.num_open == 0
     check_idle(to)
 

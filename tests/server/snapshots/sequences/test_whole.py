@@ -208,7 +208,7 @@ async def test_a_sequence_that_travels_is_no_snapshot_on_its_way(pair: Any) -> N
     rig, to = pair()
     one = await prefilled(rig)
     assert rig.exchange is not None
-    async with rig.states.stored(rig.table.server_epoch, one.handles, ANONYMOUS) as id:
+    async with rig.passage.stored(rig.table.server_epoch, one.handles, ANONYMOUS) as id:
         assert rig.states.describe(ANONYMOUS) == ([], False) and rig.snapshots.num_held == 0
         with refuses(Reason.SNAPSHOT_UNKNOWN):
             await exported(rig, id)
@@ -220,16 +220,14 @@ async def test_a_sequence_that_travels_is_no_snapshot_on_its_way(pair: Any) -> N
 async def test_a_sequence_s_file_is_no_stored_snapshot(tmp_path: Path) -> None:
     rig = make_rig(tmp_path, files=True)
     content = await (await prefilled(rig)).exported()
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()
     path = tmp_path / "states" / f"{content[72:88].hex()}.state"
     path.write_bytes(content)
     path.chmod(0o600)
     rig = make_rig(tmp_path, files=True)
     await rig.states.find_stored(lambda name: 0)
     assert rig.snapshots.num_held == 0
-    await rig.states.close()
-    await rig.tiers.close()
+    await rig.close()
 
 
 async def test_a_step_that_left_waypoints_comes_without_its_reply(pair: Any) -> None:

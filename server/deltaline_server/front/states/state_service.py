@@ -8,30 +8,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
-from deltaline import wire
 from deltaline.v1 import state_service_pb2 as pb
-from deltaline.wire import Buffer
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front import replies, reply_bytes, requests
 from deltaline_server.front.identity import Identity
 from deltaline_server.front.interceptor import Context
 from deltaline_server.front.pace import PACE, Pace
 from deltaline_server.front.requests import MAX_SNAPSHOTS, Served
+from deltaline_server.front.states.imports import Imports, import_message
 from deltaline_server.front.trust.guesses import Guesses
-from deltaline_server.front.trust.principals import Principals, check_role, current_principal
-from deltaline_server.front.trust.roles import Role
-from deltaline_server.memory.lent import Lent
+from deltaline_server.front.trust.principals import Principals, current_principal
 from deltaline_server.moving.mover import Mover
-from deltaline_server.principal import Principal
-from deltaline_server.snapshots.header import StateHeader, StoredHeader
+from deltaline_server.snapshots.sequences.passage import Passage
 from deltaline_server.snapshots.states import States
-from deltaline_server.snapshots.stream import Arriving, Piece
 from deltaline_server.tables.captured.snapshot import SnapshotState
 from deltaline_server.tables.prefixes.cost import ReusePolicy
 from deltaline_server.tables.request_ids import RequestIds
@@ -52,6 +46,7 @@ class StateService:
         self,
         *,
         states: States,
+        passage: Passage,
         table: SequenceTable,
         served: Served,
         identity: Identity,
@@ -64,10 +59,18 @@ class StateService:
     ) -> None:
         """`guesses` are those of LayerService; `principals` are whose states may come from elsewhere; `settle` brings
         the books of sequences up to date; `clock` counts monotonic seconds; `pace` is that of exports and imports."""
-        self._states, self._table, self._served = states, table, served
-        self._identity, self._principals, self._mover, self._pace = identity, principals, mover, pace
-        self._guesses, self._settle = guesses, settle
+        self._states, self._passage, self._table, self._served = states, passage, table, served
+        self._identity, self._mover, self._pace, self._guesses, self._settle = identity, mover, pace, guesses, settle
         self.request_ids = RequestIds(clock)
+        self._imports = Imports(
+            passage=passage,
+            table=table,
+            served=served,
+            identity=identity,
+            principals=principals,
+            request_ids=self.request_ids,
+            pace=pace,
+        )
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a grpc.aio server registers."""
@@ -85,7 +88,7 @@ class StateService:
                 "ExportState": grpc.unary_stream_rpc_method_handler(
                     self.export_state, pb.ExportStateRequest.FromString
                 ),
-                "ImportState": grpc.stream_unary_rpc_method_handler(self.import_state, _import_message),
+                "ImportState": grpc.stream_unary_rpc_method_handler(self._imports.import_state, import_message),
                 "MoveSequences": unary(self.move_sequences, pb.MoveSequencesRequest.FromString),
             },
         )
@@ -187,7 +190,7 @@ class StateService:
 
     async def export_state(self, message: pb.ExportStateRequest, context: Context) -> AsyncIterator[bytes]:
         """Give a state away."""
-        exchange, principal, pace = self._states.existing_exchange(), current_principal(), self._pace
+        exchange, principal, pace = self._passage.existing_exchange(), current_principal(), self._pace
         async with AsyncExitStack() as held:
             held.enter_context(exchange.on_its_way(principal))
             if message.sequence or message.server_epoch:
@@ -210,88 +213,8 @@ class StateService:
         epoch = self._identity.epoch(message.server_epoch, context)
         handles, principal = requests.read_handles([message.sequence], self._served), current_principal()
         with self._slowed(context):
-            async with self._states.stored(epoch, handles, principal) as id:
+            async with self._passage.stored(epoch, handles, principal) as id:
                 yield id
-
-    async def import_state(
-        self, messages: AsyncIterator[pb.ImportStateRequest | memoryview | Lent], context: Context
-    ) -> bytes:
-        """Take a state in."""
-        exchange, principal = self._states.existing_exchange(), current_principal()
-        with exchange.on_its_way(principal):
-            async with self._pace.upload(messages) as coming:
-                asked, pieces = await _read_import(coming)
-                request_id = requests.read_request_id(asked.request_id)
-                lease_s = requests.read_lease_s(asked.lease_ms, self._served)
-                arriving = Arriving(pieces)
-                stored, asked.chunk = await exchange.read_header(arriving)
-                owner = self._owner(asked, stored.header)
-                exchange.check_adapter(stored.header, owner)
-                if stored.header.is_sequence != asked.sequence:
-                    message = "sequence: must be set for the state of a sequence, and not for that of a snapshot"
-                    raise RequestError(Reason.INVALID_REQUEST, message, field="sequence")
-                if asked.sequence:
-                    return await self._import_sequence(asked, arriving, stored, owner)
-                call = principal, "ImportState", request_id, asked.SerializeToString(deterministic=True)
-                reply = self.request_ids.find(*call)
-                if reply is not None:
-                    return reply
-                async with exchange.received(arriving, stored, owner, is_pinned=asked.pinned) as header:
-                    # The same call may have come again, and been faster.
-                    reply = self.request_ids.find(*call)
-                    if reply is None:
-                        snapshot = replies.snapshot(exchange.add(header, owner, lease_s))
-                        reply = pb.ImportStateResponse(
-                            snapshot=snapshot, server_epoch=self._table.server_epoch, server=self._identity.name
-                        ).SerializeToString()
-                        self.request_ids.add(*call, reply)
-                return reply
-
-    def _owner(self, asked: pb.ImportStateRequest, header: StateHeader) -> Principal:
-        """Whose it is to be what comes: the caller's, or by its name theirs whose it was. Raises RequestError
-        ROLE_MISSING, STATE_MISMATCH."""
-        caller = current_principal()
-        if not asked.keep_owner or header.owner == caller.name:
-            check_role(Role.STEP)
-            return caller
-        check_role(Role.PEER)
-        owner = self._principals.named(header.owner)
-        if owner is None:
-            message = "keep_owner: expected a principal that is known here by the name of the one whose it was"
-            raise RequestError(Reason.STATE_MISMATCH, message)
-        return owner
-
-    async def _import_sequence(
-        self, asked: pb.ImportStateRequest, arriving: Arriving, stored: StoredHeader, owner: Principal
-    ) -> bytes:
-        """Open a sequence that goes on where what arrives stood, pages of which may come ahead; the same call may have
-        come before, or come again and be faster."""
-        if asked.pinned:
-            message = "pinned: must not be set for a sequence"
-            raise RequestError(Reason.INVALID_REQUEST, message, field="pinned")
-        exchange, lease_s = self._states.existing_exchange(), requests.read_lease_s(asked.lease_ms, self._served)
-        lease_s = self._table.checked_lease(lease_s)
-        with self._states.coming(owner) as coming:
-            while stored.header.is_pages:
-                coming.expect(stored.header)
-                await coming.land(partial(exchange.arrived, arriving, stored, owner, is_pinned=False))
-                stored, asked.chunk = await exchange.read_header(arriving)
-            content = asked.SerializeToString(deterministic=True)
-            call = current_principal(), "ImportState", asked.request_id, content
-            reply = self.request_ids.find(*call)
-            if reply is not None:
-                return reply
-            await coming.landed()  # else both would count in a share
-            coming.expect(stored.header)
-            async with exchange.received(arriving, stored, owner, is_pinned=False) as header:
-
-                async def work() -> bytes:
-                    handles = await self._states.open_stored(header, owner, lease_s, coming.hand_over())
-                    epoch = self._table.server_epoch
-                    [told] = self._table.describe(epoch, handles, owner)
-                    return replies.imported_sequence(epoch, self._identity.name, lease_s, int(handles[0]), told)
-
-                return await self.request_ids.once(*call, work)
 
     async def move_sequences(self, message: pb.MoveSequencesRequest, context: Context) -> bytes:
         """Let sequences go on at another server."""
@@ -348,53 +271,3 @@ async def _by_parts(ids: list[bytes], call: Callable[[list[bytes]], list[Snapsho
         await asyncio.sleep(0)
         states += call(ids[first : first + AT_ONCE])
     return states
-
-
-def _import_message(body: Buffer | Lent) -> pb.ImportStateRequest | memoryview | Lent:
-    """A message of an import; its chunk, which is not copied, where it has nothing else."""
-    if isinstance(body, Lent):
-        message = _import_message(body.content)
-        if isinstance(message, memoryview):
-            return body._replace(content=message)
-        body.give_back()
-        return message
-    head = wire.field_head(pb.ImportStateRequest.CHUNK_FIELD_NUMBER, len(body))
-    for size in (len(head), len(head) - 1):  # of a length that takes as many bytes as that of all, or one less
-        chunk = memoryview(body)[size:]
-        if chunk and body[:size] == wire.field_head(pb.ImportStateRequest.CHUNK_FIELD_NUMBER, len(chunk)):
-            return chunk
-    return pb.ImportStateRequest.FromString(bytes(body))  # what others may write is not parsed
-
-
-async def _read_import(
-    messages: AsyncIterator[pb.ImportStateRequest | memoryview | Lent],
-) -> tuple[pb.ImportStateRequest, AsyncIterator[Piece]]:
-    """Take the first message of an import; return it, and the chunks of all. Raises RequestError INVALID_REQUEST; so do
-    the chunks."""
-    first = await anext(messages, None)
-    if first is None:
-        message = "request_id: must be set: the stream had no message"
-        raise RequestError(Reason.INVALID_REQUEST, message, field="request_id")
-    if isinstance(first, Lent):
-        content, give_back = first
-        first = pb.ImportStateRequest(chunk=bytes(content))
-        give_back()
-    elif isinstance(first, memoryview):
-        first = pb.ImportStateRequest(chunk=bytes(first))
-    return first, _chunks(first.chunk, messages)
-
-
-async def _chunks(
-    chunk: bytes, messages: AsyncIterator[pb.ImportStateRequest | memoryview | Lent]
-) -> AsyncIterator[Piece]:
-    if chunk:
-        yield chunk
-    async for message in messages:
-        if isinstance(message, memoryview | Lent):
-            yield message
-            continue
-        chunk, message.chunk = message.chunk, b""
-        if not chunk or message.ByteSize():
-            text = "chunk: must be all that a later message has"
-            raise RequestError(Reason.INVALID_REQUEST, text, field="chunk")
-        yield chunk

@@ -1,0 +1,1 @@
+"""StateService: what is asked of states from outside, by snapshots and on their way between servers."""
