@@ -124,8 +124,9 @@ def info(client: ClientState, *, refresh: bool = False) -> Flow[ServerInfo]:
 def empty(client: ClientState, shape: Sequence[int]) -> Flow[Array]:
     """An array in the server's type with undefined values, in shared memory where there is some.
 
-    A step takes hidden states that are such an array, or rows of one that lie together, without a copy. The memory is
-    the client's again once the array is dropped.
+    A step takes hidden states that are such an array, or rows of one that lie together, without a copy. While the step
+    is unfinished the server may read them there, and compares with them: leave them alone, or its resume may raise
+    StepConflict. The memory is the client's again once the array is dropped.
     """
     limits = yield from info(client)
     yield from client._shared.ready(limits, client._attempts())

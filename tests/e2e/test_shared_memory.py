@@ -28,7 +28,7 @@ from deltaline import wire
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
-from deltaline_client import AsyncClient, Client, DeadlineExceeded, Retry
+from deltaline_client import AsyncClient, Client, DeadlineExceeded, Retry, StepConflict
 from deltaline_server.app import Server
 from deltaline_server.memory.regions import Region, Regions
 
@@ -340,6 +340,30 @@ async def test_the_client_goes_inline_and_says_why(
 
 def told_by_client(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("deltaline_client")]
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+async def test_a_step_of_an_array_in_the_region_is_never_resumed_with_others(
+    target: Target, monkeypatch: pytest.MonkeyPatch, is_changed: bool
+) -> None:
+    retry = Retry(max_attempts=1, clock=lambda: 0.0)
+    async with AsyncClient(target.server.address, shared_memory_bytes=MIB, retry=retry) as client:
+        sequence, twin = await client.open_many(2)
+        hidden = await client.empty((100, HIDDEN))
+        hidden[:] = draw(100, 4)
+        with monkeypatch.context() as patch:
+            held = HeldEngine(target.server, patch)
+            with pytest.raises(DeadlineExceeded):
+                await sequence.prefill(hidden, timeout_s=0.5)
+            await held.holds_one()
+            hidden[0] += is_changed
+            held.release()
+        if is_changed:  # while the server could read it
+            with pytest.raises(StepConflict):
+                await sequence.resume()
+        else:
+            assert (await sequence.resume()).tobytes() == (await twin.prefill(draw(100, 4))).tobytes()
+    target.close_strays()
 
 
 async def test_memory_of_a_step_without_an_answer_is_not_used_again(

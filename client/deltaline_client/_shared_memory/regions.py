@@ -56,7 +56,8 @@ class Placement:
     """Where the tensors of one request are: hidden [T, *input_shape], and room for its outputs [rows, *output_shape].
 
     Whoever holds it holds the memory: SharedMemory does from an attempt without an answer on. is_copy: the hidden
-    states were copied there for the request, and nobody else reads or writes them.
+    states were copied there for the request, and nobody else reads or writes them. former: where an earlier attempt
+    was that had no answer, if that was elsewhere.
     """
 
     region: int
@@ -65,6 +66,7 @@ class Placement:
     room: Array
     room_offset: int
     is_copy: bool
+    former: Placement | None = None
 
     @cached_property
     def output_slice(self) -> bytes:
@@ -180,7 +182,8 @@ class SharedMemory:
         shape: [T, *input_shape] of all together. output_shape: of all outputs.
 
         A single array that lies there already is used as it is; so is the place of the same request's last attempt,
-        if that had no answer. None when there is no region or no room: then the request goes inline.
+        if that had no answer, unless it is an array of the caller's, which may have been changed since. None when there
+        is no region or no room: then the request goes inline.
         """
         region = self._region
         if region is None and self._by_default is None:
@@ -193,13 +196,15 @@ class SharedMemory:
         if region is None:
             return None
         number, arena = region
+        is_there = len(hidden) == 1 and arena.offset(hidden[0]) is not None
         former = self._unsettled.get(request) if self._unsettled else None
-        if former is not None and former.region == number:
+        if former is not None and former.region != number:
+            former = None
+        if former is not None and (former.is_copy or is_there):
             return former
         dtype = hidden[0].dtype
-        is_there = len(hidden) == 1 and arena.offset(hidden[0]) is not None
         place = self._spared(number, dtype, shape, output_shape)
-        if place is None or is_there:
+        if place is None or is_there or former is not None:
             if (math.prod(shape) * (not is_there) + math.prod(output_shape)) * dtype.itemsize > arena.size:
                 return None  # it would not fit in an empty one
             packed: Array | None = hidden[0].reshape(shape) if is_there else arena.empty(shape, dtype)
@@ -208,7 +213,7 @@ class SharedMemory:
                 self._no_room(number, arena.size)
                 return None
             offsets = [arena.offset(array) or 0 for array in (packed, room)]
-            place = Placement(number, packed, offsets[0], room, offsets[1], not is_there)
+            place = Placement(number, packed, offsets[0], room, offsets[1], not is_there, former)
         if len(hidden) > 1:
             np.concatenate(hidden, axis=None, out=place.hidden.reshape(-1))
         elif not is_there:

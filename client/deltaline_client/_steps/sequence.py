@@ -215,7 +215,8 @@ class RowProgress:
     """One row of a call on its way: what to send, what came back.
 
     progress: of its sequence, which the row advances. home: where that lived when the row was sent last. hidden
-    [n, *input_shape] in the server's type. output_shape: of one token. steps: those that were cut from it and are not
+    [n, *input_shape] in the server's type: it may share the caller's memory while the call lasts that made the row, and
+    is a copy once the row is remembered. output_shape: of one token. steps: those that were cut from it and are not
     known to be applied, in order; more than one only when the row is larger than a request may be.
     tokens_cut, tokens_done: how many of its tokens are cut, and applied. lost: set when steps were applied whose
     outputs can't be had any more; nothing more is cut then. places: where it leaves snapshots, None for nowhere.
@@ -351,4 +352,6 @@ class RowProgress:
         is_unfinished = bool(self.steps) and self.steps[0].in_doubt
         if not is_unfinished:  # a step that is refused for good takes everything behind it along
             self.uncut()
+        elif self.progress.unfinished is not self:  # the caller may change its array now, and a resend must not
+            self.hidden = self.hidden.copy()
         self.progress.remember(self if is_unfinished else None)

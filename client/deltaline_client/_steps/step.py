@@ -22,7 +22,8 @@ def step(
 
     A batch that is larger than one request may be is sent as several. So is a long prefill row: its steps follow each
     other without waiting for answers. A verify's commit, if one is remembered, rides on its sequence's row. Sequences
-    advance only by what was applied.
+    advance only by what was applied. Arrays are read until the call has ended, a task that is cancelled too; then they
+    are the caller's again, but for one in shared memory (see `empty`).
 
     Raises: ValueError and TypeError for wrong arrays; StepUnfinished, SequenceBusy, DuplicateSequence before anything
     is sent; StepError when rows failed, with the results of those that did not; the error itself when nothing at all
@@ -39,9 +40,9 @@ def resume(
     """Send unfinished steps again, and finish the rows that they belong to.
 
     A step whose call ended without an answer (its timeout was over, it was cancelled) may have been applied or not. The
-    sequence remembers it; this sends the same step, so that it is applied once either way, and returns what the first
-    call would have returned. Making that call again does the same if all of its sequences have an unfinished step; one
-    that has none was answered, and would be stepped once more.
+    sequence remembers it with a copy of its tokens; this sends the same step, so that it is applied once either way,
+    and returns what the first call would have returned. Making that call again does the same if all of its sequences
+    have an unfinished step; one that has none was answered, and would be stepped once more.
 
     Raises: ValueError when a sequence has no unfinished step on the span; else as `step`.
     """

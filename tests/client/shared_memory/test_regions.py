@@ -267,6 +267,25 @@ def test_hidden_states_that_lie_in_the_region_are_not_handed_out_again() -> None
     assert (own == 1).all()
 
 
+def test_a_step_that_is_sent_again_goes_elsewhere_than_an_array_of_the_callers() -> None:
+    """Which may have been changed since, and is held: the server may still read it."""
+    shared = with_region(SIZE)
+    own = shared.empty((4, 8), np.dtype(np.float32))
+    own[:] = 1
+    first = shared.place((1,), [own], (4, 8), (4, 8))
+    assert first is not None and shared.place((1,), [own], (4, 8), (4, 8)) is not first  # nothing is in doubt yet
+    shared.end_attempt((1,), first, is_over=False)
+    assert shared.place((1,), [own], (4, 8), (4, 8)) is first
+    kept = own.copy()
+    own[:] = 2
+    again = shared.place((1,), [kept], (4, 8), (4, 8))
+    assert again is not None and again.is_copy and again.former is first
+    np.testing.assert_array_equal(again.hidden, kept)
+    assert not {again.hidden_offset, again.room_offset} & {first.hidden_offset, first.room_offset}
+    shared.end_attempt((1,), again, is_over=False)
+    assert shared.place((1,), [kept], (4, 8), (4, 8)) is again
+
+
 def test_a_spare_place_gives_way() -> None:
     shared = with_region(SIZE)
     first = shared.place((1,), [np.ones((2, 1 << 16), np.float32)], (2, 1 << 16), (1, 8))

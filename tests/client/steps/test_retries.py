@@ -141,6 +141,33 @@ def test_an_unknown_outcome_is_remembered_and_resumed(driven: Any, once: Any, se
         do(sequence.resume())
 
 
+@pytest.mark.parametrize("form", ["decode one", "decode", "verify", "prefill", "step", "a long prefill"])
+def test_an_unfinished_step_keeps_its_tokens_when_the_caller_changes_them(
+    driven: Any, once: Any, server: Any, form: str
+) -> None:
+    do = driven.do
+    one, other = pair = do(once.open_many(2))
+    hidden = np.stack([tokens({"decode": 1, "a long prefill": 150}.get(form, 3), seed=row) for row in range(2)])
+    wanted = np.cumsum(hidden, axis=1)
+    calls: dict[str, Any] = {
+        "decode one": lambda: one.decode(hidden[0, 0]),
+        "decode": lambda: once.decode(pair, hidden.reshape(2, HIDDEN)),
+        "verify": lambda: once.verify(pair, hidden),
+        "prefill": lambda: once.prefill(pair, list(hidden)),
+        "step": lambda: once.step([Row.verify(one, hidden[0]), Row.prefill(other, hidden[1])]),
+        "a long prefill": lambda: one.prefill(hidden[0]),
+    }
+    server.lose("Step")
+    with pytest.raises((Unavailable, StepError)):
+        do(calls[form]())
+    hidden += 1
+    with pytest.raises(StepUnfinished):
+        do(calls[form]())
+    unfinished = [sequence for sequence in pair if sequence.unfinished]
+    for output, row in zip(do(once.resume(unfinished)).outputs, wanted, strict=False):
+        np.testing.assert_array_equal(output, row[: len(output)])
+
+
 def test_a_long_prefill_is_resumed_where_it_stopped(driven: Any, once: Any, server: Any) -> None:
     do = driven.do
     sequence = do(once.open())
@@ -292,11 +319,13 @@ async def test_a_cancelled_step_is_resumed(server: Any) -> None:
         sequence = await client.open()
         await client.info()
         server.hang("Step")
-        task = asyncio.create_task(sequence.decode(tokens(1)))
+        token = tokens(1)
+        task = asyncio.create_task(sequence.decode(token))
         await asyncio.to_thread(server.arrived.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        token[:] = 9  # the caller's again
         server.released.set()
         np.testing.assert_array_equal(await sequence.resume(), tokens(1))
         assert server.streams[sequence.handle][0].step == 1
