@@ -47,7 +47,8 @@ def decode(
 ) -> Flow[Array]:
     """Add one token to each sequence: hidden [N, hidden_size]. Returns the outputs [N, hidden_size]."""
     limits = client._info or (yield from info(client))
-    span = options.get("span", 0)
+    exchange = Exchange(client, limits, options)
+    span = exchange.span
     shape, array = limits.input_shape(span), hidden if type(hidden) is np.ndarray else as_numpy(hidden)
     _check_count(sequences, array)
     if array.ndim == 1 + len(shape):
@@ -55,7 +56,7 @@ def decode(
         batch = Batch.uniform(sequences, layers.ROW_KIND_DECODE, array, 1, limits.output_shape(span))
     else:
         batch = Batch.of_rows(_rows(Row.decode, sequences, array), limits, "all", span)
-    done = yield from Exchange(client, limits, options).run(batch)
+    done = yield from exchange.run(batch)
     return done.packed if isinstance(done, Applied) else np.concatenate(done.outputs)
 
 
@@ -68,7 +69,8 @@ def verify(
     number of tokens for each.
     """
     limits = client._info or (yield from info(client))
-    span = options.get("span", 0)
+    exchange = Exchange(client, limits, options)
+    span = exchange.span
     shape, array = limits.input_shape(span), hidden if isinstance(hidden, list | tuple) else as_numpy(hidden)
     _check_count(sequences, array)
     if isinstance(array, np.ndarray) and array.ndim == 2 + len(shape):
@@ -80,7 +82,7 @@ def verify(
         batch = Batch.uniform(sequences, layers.ROW_KIND_VERIFY, array, tokens, limits.output_shape(span))
     else:
         batch = Batch.of_rows(_rows(Row.verify, sequences, array), limits, "all", span)
-    done = yield from Exchange(client, limits, options).run(batch)
+    done = yield from exchange.run(batch)
     return done.outputs
 
 
@@ -117,15 +119,13 @@ def prefill_one(
     that ends there; of several spans, each prefilled whole, such a place is left at the end only. Raises
     InvalidWaypoint where the server leaves none.
     """
-    limits = yield from info(sequence._client)
-    batch = Batch.of_rows([Row.prefill(sequence, hidden)], limits, output, options.get("span", 0))
-    return (yield from _only(Exchange(sequence._client, limits, options).run(batch, waypoints)))
+    return (yield from _one(Row.prefill(sequence, hidden), output, options, waypoints))
 
 
 def decode_one(sequence: SequenceRecord, hidden: Any, **options: Unpack[StepOptions]) -> Flow[Array]:
     """Add one token: hidden [hidden_size] or [1, hidden_size]. Returns the output, of the same rank."""
     limits = yield from info(sequence._client)
-    output = yield from _only(step(sequence._client, [Row.decode(sequence, hidden)], **options))
+    output = yield from _one(Row.decode(sequence, hidden), "all", options)
     return output[0] if np.ndim(hidden) == len(limits.input_shape(options.get("span", 0))) else output
 
 
@@ -134,7 +134,7 @@ def verify_one(sequence: SequenceRecord, hidden: Any, **options: Unpack[StepOpti
 
     Commit how many of them join before the next step.
     """
-    return (yield from _only(step(sequence._client, [Row.verify(sequence, hidden)], **options)))
+    return (yield from _one(Row.verify(sequence, hidden), "all", options))
 
 
 def resume_one(sequence: SequenceRecord, **options: Unpack[StepOptions]) -> Flow[Array]:
@@ -158,6 +158,15 @@ def commit_one(sequence: SequenceRecord, accepted: int, *, now: bool = False, sp
 def close_one(sequence: SequenceRecord) -> Flow[None]:
     """End the sequence and free its state on the server. Idempotent."""
     yield from close_batch(sequence._client, [sequence])
+
+
+def _one(row: Row, output: Output, options: StepOptions, waypoints: Waypoints | None = None) -> Flow[Array]:
+    """A step of one row, and its outputs."""
+    client = row.sequence._client
+    limits = client._info or (yield from info(client))
+    exchange = Exchange(client, limits, options)
+    batch = Batch.of_rows([row], limits, output, exchange.span)
+    return (yield from _only(exchange.run(batch, waypoints)))
 
 
 def _only(flow: Flow[StepResult]) -> Flow[Array]:

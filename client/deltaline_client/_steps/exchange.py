@@ -33,11 +33,11 @@ from deltaline_client._exceptions import (
     TransportError,
 )
 from deltaline_client._prefixes import Waypoint, Waypoints
-from deltaline_client._seconds import check_seconds
 from deltaline_client._state import ClientState, rerouted
 from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.hold import Group, Hold
 from deltaline_client._steps.moves import followed
+from deltaline_client._steps.options import check_options
 from deltaline_client._steps.packing import Packing, requests_in_flight
 from deltaline_client._steps.request import Applied, Request
 from deltaline_client._steps.rows import RowResult, StepError, StepResult
@@ -55,13 +55,15 @@ Answer: TypeAlias = StepAnswer | DeltalineError
 
 
 class Exchange:
-    """Sends the steps of a call and applies the answers. One deadline for all of them."""
+    """Sends the steps of a call and applies the answers. One deadline for all of them. span: which they address."""
 
     def __init__(self, client: ClientState, limits: ServerInfo, options: StepOptions) -> None:
+        """Raises TypeError and ValueError for keywords that no step takes, and values that can't be."""
+        if options:
+            check_options(options)
         self._client, self._limits, self._options = client, limits, options
+        self.span = options.get("span", 0)
         self._attempts = client._attempts(options.get("timeout_s"))
-        if options.get("queue_timeout_s") is not None:
-            check_seconds("queue_timeout_s", options["queue_timeout_s"])
         self._shared = client._shared
         # By the link a reply is as large as the server makes it, by a channel as that takes.
         self._most_reply_bytes = limits.max_reply_bytes if limits.is_linked else MAX_MESSAGE_BYTES
@@ -82,7 +84,7 @@ class Exchange:
         if not self._shared.is_off and self._shared.server.epoch != self._limits.server_epoch:
             yield from self._shared.ready(self._limits, self._attempts)
             self._attempts = self._client._attempts(self._options.get("timeout_s"))  # after a wait, all its time
-        with Hold(Group.of(self._client, batch.sequences), self._options.get("span", 0)) as hold:
+        with Hold(Group.of(self._client, batch.sequences), self.span) as hold:
             if waypoints is not None or not self._is_ordinary(batch, hold):
                 rows = batch.rows(hold.progress)
                 if waypoints is not None:

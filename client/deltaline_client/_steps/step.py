@@ -30,8 +30,8 @@ def step(
     ran because of it.
     """
     limits = client._info or (yield from info(client))
-    batch = Batch.of_rows(rows, limits, output, options.get("span", 0))
-    return (yield from Exchange(client, limits, options).run(batch))
+    exchange = Exchange(client, limits, options)
+    return (yield from exchange.run(Batch.of_rows(rows, limits, output, exchange.span)))
 
 
 def resume(
@@ -49,7 +49,7 @@ def resume(
     limits = yield from info(client)
     yield from client._shared.ready(limits, client._attempts(options.get("timeout_s")))
     exchange = Exchange(client, limits, options)
-    with Hold(Group.of(client, sequences), options.get("span", 0)) as hold:
+    with Hold(Group.of(client, sequences), exchange.span) as hold:
         rows = []
         for index, one in enumerate(hold.progress):
             if one.unfinished is None:

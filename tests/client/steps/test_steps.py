@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -229,6 +230,29 @@ def test_wrong_arrays_are_named(driven: Any, server: Any) -> None:
         do(client.decode([sequence, sequence], tokens(2)))
     assert not server.requests["Step"]
     assert do(sequence.decode(tokens(1)[0])).shape == (HIDDEN,)
+
+
+@pytest.mark.parametrize("name", ["timeout", "queue_timeout", "waypoints", "output", "span_"])
+def test_keywords_that_no_step_takes_are_named(driven: Any, server: Any, name: str) -> None:
+    client, do = driven.client, driven.do
+    one, other = pair = do(client.open_many(2))
+    wrong: Any = {name: "none"}
+    token, drafts = tokens(2), tokens(4).reshape(2, 2, HIDDEN)
+    calls: list[Callable[[], Any]] = [
+        lambda: client.decode(pair, token, **wrong),
+        lambda: client.verify(pair, drafts, **wrong),
+        lambda: one.decode(token[0], **wrong),
+        lambda: one.verify(token, **wrong),
+        lambda: client.resume(pair, **wrong),
+        lambda: one.resume(**wrong),
+    ]
+    if name != "output":
+        calls += [lambda: client.prefill(pair, drafts, **wrong), lambda: client.step([Row.decode(one, token)], **wrong)]
+        calls += [lambda: other.prefill(token, **wrong)] * (name != "waypoints")
+    for call in calls:
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; .* span, .* timeout_s"):
+            do(call())
+    assert not server.requests["Step"]
 
 
 def test_the_life_of_sequences(driven: Any, server: Any) -> None:
