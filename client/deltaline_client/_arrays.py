@@ -25,7 +25,7 @@ def as_hidden(hidden: object, name: str, shape: Shape, dtype: np.dtype[Any]) -> 
 
     Raises: TypeError for what is no array of numbers; ValueError for tokens of another shape. Both name `name`.
     """
-    array = hidden if type(hidden) is np.ndarray else as_numpy(hidden)
+    array = hidden if type(hidden) is np.ndarray else as_numpy(hidden, name)
     is_shaped = array.shape[-len(shape) :] == shape
     if is_shaped and array.dtype == dtype and array.flags.c_contiguous:
         return array  # what a fast caller brings
@@ -39,14 +39,24 @@ def as_hidden(hidden: object, name: str, shape: Shape, dtype: np.dtype[Any]) -> 
         return np.ascontiguousarray(array, dtype=dtype)
 
 
-def as_numpy(hidden: object) -> Array:
-    """Return the caller's array as numpy: of a torch tensor the CPU copy, with bfloat16 as that of ml_dtypes."""
+def as_numpy(hidden: object, name: str) -> Array:
+    """Return the caller's array as numpy: of a torch tensor the CPU copy, with bfloat16 as that of ml_dtypes.
+
+    Raises: TypeError, naming `name`, for what numpy takes for no array.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(hidden, torch.Tensor):
-        return np.asarray(hidden)
+        try:
+            return np.asarray(hidden)
+        except (TypeError, ValueError, RuntimeError) as error:  # lists of unequal lengths, or of tensors
+            raise TypeError(f"{name}: expected an array of numbers, got a {type(hidden).__name__}: {error}") from error
     tensor: Any = hidden.detach().to("cpu")
-    if tensor.dtype == torch.bfloat16:
-        bits: Array = tensor.contiguous().view(torch.int16).numpy()
-        return bits.view(ml_dtypes.bfloat16)
-    array: Array = tensor.numpy()
+    try:
+        if tensor.dtype == torch.bfloat16:
+            bits: Array = tensor.contiguous().view(torch.int16).numpy()
+            return bits.view(ml_dtypes.bfloat16)
+        array: Array = tensor.numpy()
+    except (TypeError, RuntimeError) as error:  # numpy has no such type, or the tensor is not dense
+        expected = "a dense tensor of float64, float32, float16, bfloat16 or whole numbers"
+        raise TypeError(f"{name}: expected {expected}, got one of {tensor.dtype}: {error}") from error
     return array

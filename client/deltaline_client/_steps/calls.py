@@ -45,13 +45,15 @@ def prefill(
 def decode(
     client: ClientState, sequences: Sequence[SequenceRecord], hidden: Any, **options: Unpack[StepOptions]
 ) -> Flow[Array]:
-    """Add one token to each sequence: hidden [N, hidden_size]. Returns the outputs [N, hidden_size]."""
+    """Add one token to each sequence: hidden [N, hidden_size], or hidden[i] [hidden_size]. Returns the outputs
+    [N, hidden_size]. One array is the fast way."""
     limits = client._info or (yield from info(client))
     exchange = Exchange(client, limits, options)
     span = exchange.span
-    shape, array = limits.input_shape(span), hidden if type(hidden) is np.ndarray else as_numpy(hidden)
+    shape = limits.input_shape(span)
+    array = hidden if type(hidden) is np.ndarray else _array_or_list(hidden)
     _check_count(sequences, array)
-    if array.ndim == 1 + len(shape):
+    if isinstance(array, np.ndarray) and array.ndim == 1 + len(shape):
         array = as_hidden(array, "hidden", shape, limits.dtype)
         batch = Batch.uniform(sequences, layers.ROW_KIND_DECODE, array, 1, limits.output_shape(span))
     else:
@@ -71,7 +73,8 @@ def verify(
     limits = client._info or (yield from info(client))
     exchange = Exchange(client, limits, options)
     span = exchange.span
-    shape, array = limits.input_shape(span), hidden if isinstance(hidden, list | tuple) else as_numpy(hidden)
+    shape = limits.input_shape(span)
+    array = hidden if type(hidden) is np.ndarray else _array_or_list(hidden)
     _check_count(sequences, array)
     if isinstance(array, np.ndarray) and array.ndim == 2 + len(shape):
         array = as_hidden(array, "hidden", shape, limits.dtype)
@@ -86,6 +89,11 @@ def verify(
     return done.outputs
 
 
+def _array_or_list(hidden: Any) -> Any:
+    """The caller's tokens as one array, or the list that they came in: its elements may be tensors of any device."""
+    return hidden if isinstance(hidden, list | tuple) else as_numpy(hidden, "hidden")
+
+
 def _rows(
     make: Callable[[SequenceRecord, object], Row], sequences: Sequence[SequenceRecord], hidden: Sequence[Any] | Array
 ) -> list[Row]:
@@ -94,8 +102,12 @@ def _rows(
 
 
 def _check_count(sequences: Sequence[SequenceRecord], hidden: Sequence[Any] | Array) -> None:
-    if len(hidden) != len(sequences):
-        raise ValueError(f"hidden: expected {len(sequences)} rows, one per sequence, got {len(hidden)}")
+    try:
+        num_rows = len(hidden)
+    except TypeError as error:  # of an array without a dimension, too
+        raise TypeError(f"hidden: expected {len(sequences)} rows, one per sequence, got {hidden!r}") from error
+    if num_rows != len(sequences):
+        raise ValueError(f"hidden: expected {len(sequences)} rows, one per sequence, got {num_rows}")
     if not sequences:
         raise ValueError("sequences: expected at least one")
 

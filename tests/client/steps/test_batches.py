@@ -148,6 +148,43 @@ def test_rows_of_any_numbers_are_taken(driven: Any, dtype: Any) -> None:
         np.testing.assert_array_equal(output, row.reshape(1, HIDDEN))
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "requires_grad", "one token each", "a tuple"])
+def test_decodes_take_lists_of_tensors(driven: Any, kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    client, do = driven.client, driven.do
+    hidden: Any = list(torch.from_numpy(tokens(2)))
+    if kind in ("float32", "bfloat16"):
+        hidden = [row.to(getattr(torch, kind)) for row in hidden]
+    elif kind == "requires_grad":
+        hidden = [row.requires_grad_() for row in hidden]
+    else:
+        hidden = tuple(hidden) if kind == "a tuple" else [row[None] for row in hidden]
+    np.testing.assert_array_equal(do(client.decode(do(client.open_many(2)), hidden)), tokens(2))
+
+
+def test_what_is_no_array_of_numbers_is_named(driven: Any, server: Any) -> None:
+    torch = pytest.importorskip("torch")
+    client, do = driven.client, driven.do
+    pair = do(client.open_many(2))
+    float8, ragged = torch.zeros(2, HIDDEN).to(torch.float8_e4m3fn), [[1.0] * HIDDEN, [1.0]]
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (
+            lambda: client.decode(pair, float8),
+            r"^hidden: expected a dense tensor of .* got one of torch\.float8_e4m3fn",
+        ),
+        (lambda: client.verify(pair, list(float8)), r"^rows\[0\]: expected a dense .* got one of torch\.float8_e4m3fn"),
+        (lambda: client.decode(pair, torch.zeros(2, HIDDEN).to_sparse()), r"^hidden: expected a dense tensor"),
+        (lambda: pair[0].prefill(ragged), r"^rows\[0\]: expected an array of numbers, got a list"),
+        (lambda: pair[0].prefill([torch.zeros(HIDDEN, requires_grad=True)]), r"^rows\[0\]: expected an array of num"),
+        (lambda: client.prefill(pair, None), "^hidden: expected 2 rows, one per sequence, got None"),
+        (lambda: client.decode(pair, np.float32(1)), r"^hidden: expected 2 rows, one per sequence, got "),
+    ]
+    for call, message in cases:
+        with pytest.raises(TypeError, match=message):
+            do(call())
+    assert not server.requests["Step"]
+
+
 def test_a_step_of_no_rows_is_nothing(driven: Any, server: Any) -> None:
     result = driven.do(driven.client.step([]))
     assert result.rows == () and not server.requests["Step"]
