@@ -13,6 +13,7 @@ import numpy as np
 
 from deltaline.v1 import prefix_pb2
 from deltaline_client._exceptions import ProtocolError
+from deltaline_client._integers import check_integer
 from deltaline_client._seconds import milliseconds
 
 Reuse = Literal["always", "if_cheaper"]
@@ -56,7 +57,8 @@ class Prefix:
     """Keys of a prompt: keys[i], 16 .. 64 bytes, stands for its first positions[i] tokens.
 
     positions: 1 .. prompt_tokens, increasing; 4,096 at most. Whoever makes keys: equal keys at equal positions have to
-    mean equal tokens, all those before the position. Model and adapter need not be in them. Raises ValueError.
+    mean equal tokens, all those before the position. Model and adapter need not be in them. Raises ValueError,
+    TypeError.
     """
 
     keys: tuple[bytes, ...]
@@ -64,8 +66,7 @@ class Prefix:
     prompt_tokens: int
 
     def __post_init__(self) -> None:
-        if self.prompt_tokens < 1:
-            raise ValueError(f"prompt_tokens: expected 1 or more, got {self.prompt_tokens}")
+        check_integer("prompt_tokens", self.prompt_tokens, 1)
         if not len(self.keys) == len(self.positions) <= _MAX_KEYS:
             got = f"{len(self.keys)} keys, {len(self.positions)} positions"
             raise ValueError(f"keys: expected one for each position, {_MAX_KEYS} at most; got {got}")
@@ -80,14 +81,13 @@ class Prefix:
 
         A key is the BLAKE2b hash, of 16 bytes, of all ids before its position, each as 8 bytes, the lowest first. So it
         does not depend on the places that are asked for, nor on what follows. Prompts whose hidden states say more than
-        their ids do (pictures) need keys that do too. Raises ValueError, also where there would be more than 4,096
-        keys: then `every` must be larger.
+        their ids do (pictures) need keys that do too. Raises TypeError; ValueError, also where there would be more than
+        4,096 keys: then `every` must be larger.
         """
         tokens = np.asarray(ids)
         if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
             raise ValueError(f"ids: expected one or more whole numbers, got {tokens.dtype} {list(tokens.shape)}")
-        if every < 1:
-            raise ValueError(f"every: expected 1 or more, got {every}")
+        check_integer("every", every, 1)
         count, places = len(tokens), set(at)
         if wrong := [place for place in places if not 0 < place <= count]:
             raise ValueError(f"at: expected places in 1 .. {count}, got {wrong[0]}")

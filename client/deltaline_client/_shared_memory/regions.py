@@ -28,6 +28,7 @@ from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import tensor_pb2
 from deltaline_client._arrays import Array, Shape
 from deltaline_client._exceptions import DeltalineError, InvalidSharedMemory, ProtocolError
+from deltaline_client._integers import check_integer
 from deltaline_client._transport.flow import Flow, Server, Sleep, TakeMemory, call
 from deltaline_client._transport.methods import CREATE_MEMORY, RELEASE_MEMORY
 from deltaline_client._transport.retry import Attempts
@@ -105,9 +106,8 @@ class SharedMemory:
     """
 
     def __init__(self, size_bytes: int) -> None:
-        """size_bytes: how much to ask for; 0 for none, ever."""
-        if size_bytes < 0:
-            raise ValueError(f"shared_memory_bytes: expected 0 or more, got {size_bytes}")
+        """size_bytes: how much to ask for; 0 for none, ever. Raises TypeError, ValueError."""
+        check_integer("shared_memory_bytes", size_bytes, 0)
         self._size_bytes = size_bytes
         # On a link, without having been asked for: tensors of so many bytes, which a packet has no room for.
         self._by_default: range | None = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from numbers import Integral
 from typing import Any, TypeVar
 
 from deltaline.v1 import state_service_pb2 as pb
 from deltaline_client._exceptions import ProtocolError, StateElsewhere, StepUnfinished
+from deltaline_client._integers import check_integer
 from deltaline_client._prefixes import Prefix, PrefixMatch
 from deltaline_client._seconds import milliseconds
 from deltaline_client._snapshots.snapshot import (
@@ -275,10 +275,5 @@ def _home_of(sequences: Sequence[SequenceRecord]) -> tuple[Server, list[int]]:
 
 def _check_count(client: ClientState, count: int) -> Flow[None]:
     """Raise TypeError or ValueError unless a server may open so many sequences in one call."""
-    if not isinstance(count, Integral):
-        raise TypeError(f"count: expected a whole number, got {count!r}")
-    if count < 1:
-        raise ValueError(f"count: expected 1 or more, got {count}")
-    most = (yield from info(client)).max_sequences
-    if count > most:
-        raise ValueError(f"count: expected 1 .. {most}, got {count}")
+    check_integer("count", count, 1)
+    check_integer("count", count, 1, (yield from info(client)).max_sequences)

@@ -8,7 +8,13 @@ from operator import index
 import numpy as np
 
 from deltaline.v1 import layer_service_pb2 as layers
-from deltaline_client._exceptions import DeltalineError, ProtocolError, StateElsewhere, TransportError
+from deltaline_client._exceptions import (
+    AcceptedOutOfRange,
+    DeltalineError,
+    ProtocolError,
+    StateElsewhere,
+    TransportError,
+)
 from deltaline_client._state import ClientState, rerouted
 from deltaline_client._steps.hold import Group, Hold
 from deltaline_client._steps.moves import Homes, by_server, followed
@@ -53,7 +59,12 @@ def commit(
 
 def _checked(hold: Hold, accepted: Sequence[int]) -> Numbers:
     """The counts as an array. Raises as `commit` for the first that is wrong."""
-    counts = np.fromiter(map(index, accepted), np.int64, len(accepted))
+    try:
+        counts = np.fromiter(map(index, accepted), np.int64, len(accepted))
+    except TypeError as error:
+        raise TypeError(f"accepted: expected whole numbers, got {accepted!r}") from error
+    except OverflowError as error:
+        raise AcceptedOutOfRange(f"accepted: expected counts of pending tokens, got {accepted!r}") from error
     numbers = hold.numbers
     is_wrong = (numbers[UNFINISHED] != 0) | (counts < 0) | (counts > numbers[PENDING]) | (numbers[PENDING] == 0)
     is_wrong |= (numbers[COMMIT_IN_DOUBT] != 0) & (counts + 1 != numbers[COMMIT])

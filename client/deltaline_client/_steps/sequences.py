@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._exceptions import DeltalineError, ProtocolError, SnapshotUnknown
+from deltaline_client._integers import UINT32_MAX, check_integer
 from deltaline_client._prefixes import REUSE, Prefix, PrefixMatch, Reuse
 from deltaline_client._seconds import milliseconds
 from deltaline_client._state import ClientState, answerer, info, retried
@@ -51,6 +52,7 @@ def open_sequences(
     Raises ProtocolError if the server has opened them without the adapter: it is too old to know any. SnapshotUnknown
     if it is too old to know snapshots.
     """
+    check_integer("count", count, 1, UINT32_MAX)
     if not isinstance(adapter, str | None):
         raise TypeError(f"adapter: expected a name, or None for none, got {type(adapter).__name__}")
     if adapter == "":

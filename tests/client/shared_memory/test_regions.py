@@ -148,6 +148,13 @@ def test_memory_that_could_shrink_is_not_used(server: Any, maker: Maker) -> None
         assert not lies_in_shared_memory(client.empty((3, 8)))
 
 
+@pytest.mark.parametrize("size", [-1, 1.5, "1MiB"])
+@pytest.mark.parametrize("make", [Client, AsyncClient])
+def test_a_size_that_can_not_be_is_refused(make: Any, size: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^shared_memory_bytes: expected .*, got "):
+        make("localhost", shared_memory_bytes=size)
+
+
 class Interrupting:
     """A placement without an answer; when it is looked at for the second time, another call runs."""
 

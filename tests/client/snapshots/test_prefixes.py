@@ -67,6 +67,14 @@ def test_tokens_that_make_no_keys(ids: Any, options: Any, message: str) -> None:
         Prefix.of_tokens(ids, **options)
 
 
+def test_a_number_of_tokens_is_whole() -> None:
+    wrong: Any = 1.5
+    with pytest.raises(TypeError, match=r"^every: expected a whole number, got 1\.5"):
+        Prefix.of_tokens(IDS, every=wrong)
+    with pytest.raises(TypeError, match=r"^prompt_tokens: expected a whole number, got 1\.5"):
+        Prefix((), (), wrong)
+
+
 @pytest.mark.parametrize(
     ("keys", "positions", "prompt_tokens", "message"),
     [

@@ -87,6 +87,9 @@ def test_commits_are_checked_before_they_are_remembered(driven: Any) -> None:
         do(client.commit([sequence, other], [1, 1]))
     with pytest.raises(ValueError, match="2 counts"):
         do(client.commit([sequence, other], [1]))
+    for wrong, error in ((1.5, TypeError), (1 << 80, AcceptedOutOfRange)):
+        with pytest.raises(error, match=r"^accepted: expected .*, got "):
+            do(sequence.commit(wrong))
     with pytest.raises(VerifyPending):
         do(sequence.decode(tokens(1)))
 
@@ -253,6 +256,42 @@ def test_keywords_that_no_step_takes_are_named(driven: Any, server: Any, name: s
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; .* span, .* timeout_s"):
             do(call())
     assert not server.requests["Step"]
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"span": -1}, "span: expected 0 .. 4294967295, got -1"),
+        ({"span": 1 << 40}, "span: expected 0 .. 4294967295, got 1099511627776"),
+        ({"span": 0.5}, "span: expected a whole number, got 0.5"),
+        ({"priority": 8}, "priority: expected -8 .. 7, got 8"),
+        ({"priority": 1 << 40}, "priority: expected -8 .. 7, got 1099511627776"),
+        ({"priority": 1.5}, "priority: expected a whole number, got 1.5"),
+    ],
+)
+def test_numbers_that_no_step_takes_are_named(driven: Any, server: Any, option: Any, expected: str) -> None:
+    client, do = driven.client, driven.do
+    one, other = pair = do(client.open_many(2))
+    calls: list[Callable[[], Any]] = [
+        lambda: client.decode(pair, tokens(2), **option),
+        lambda: client.verify(pair, tokens(2)[:, None], **option),
+        lambda: client.prefill(pair, tokens(2)[:, None], **option),
+        lambda: client.resume(pair, **option),
+        lambda: one.decode(tokens(1)[0], **option),
+        lambda: other.prefill(tokens(2), **option),
+    ]
+    for call in calls:
+        with pytest.raises((TypeError, ValueError), match=f"^{expected}$"):
+            do(call())
+    assert not server.requests["Step"]
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1.5, 1 << 40])
+def test_a_count_that_no_open_takes_is_named(driven: Any, server: Any, count: Any) -> None:
+    expected = f"count: expected {'a whole number' if count == 1.5 else '1 .. 4294967295'}, got {count}"
+    with pytest.raises((TypeError, ValueError), match=f"^{expected}$"):
+        driven.do(driven.client.open_many(count))
+    assert not server.requests["OpenSequences"]
 
 
 def test_the_life_of_sequences(driven: Any, server: Any) -> None:
