@@ -26,7 +26,7 @@ from deltaline_client._state import ClientState, answerer, info, retried
 from deltaline_client._steps.commit import commit
 from deltaline_client._steps.hold import Group, Hold
 from deltaline_client._steps.sequence import SequenceRecord
-from deltaline_client._steps.sequences import begin, describe
+from deltaline_client._steps.sequences import begin, check_name, describe
 from deltaline_client._table import UNFINISHED
 from deltaline_client._transport.flow import Flow, Method, Response, Server
 from deltaline_client._transport.methods import (
@@ -87,6 +87,7 @@ def find(snapshots: SnapshotsRecord[Any], prefix: Prefix, *, adapter: str | None
     """
     if not isinstance(prefix, Prefix):
         raise TypeError(f"prefix: expected a Prefix, got {type(prefix).__name__}")
+    check_name("adapter", adapter)
     request = pb.FindSnapshotsRequest(prefix=prefix.message(), adapter=adapter or "")
     response = yield from retried(snapshots._client, FIND_SNAPSHOTS, request)
     return PrefixMatch.from_proto(response.match)

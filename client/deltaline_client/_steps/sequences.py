@@ -53,8 +53,7 @@ def open_sequences(
     if it is too old to know snapshots.
     """
     check_integer("count", count, 1, UINT32_MAX)
-    if not isinstance(adapter, str | None):
-        raise TypeError(f"adapter: expected a name, or None for none, got {type(adapter).__name__}")
+    check_name("adapter", adapter)
     if adapter == "":
         raise ValueError("adapter: expected a name, or None for none, got an empty name")
     if adapter is not None and snapshot_id:
@@ -90,6 +89,12 @@ def open_sequences(
         yield from close(client, sequences)  # no one else has their handles
         raise ProtocolError("the server has not opened the sequences with the adapter that was asked for")
     return sequences
+
+
+def check_name(what: str, name: object) -> None:
+    """Raise TypeError unless it is a name, or None."""
+    if not isinstance(name, str | None):
+        raise TypeError(f"{what}: expected a name, or None for none, got {type(name).__name__}")
 
 
 def begin(
@@ -156,6 +161,7 @@ def drain(client: ClientState, timeout_s: float | None = None, *, target: str | 
     It opens no more sequences, steps the open ones for timeout_s (default: the server's own), then stops. Idempotent.
     target: the server to which they are moved meanwhile, as by `move`, whoever's they are; default none.
     """
+    check_name("target", target)
     request = admin.DrainRequest(timeout_ms=milliseconds("timeout_s", timeout_s), target=target or "")
     return (yield from retried(client, DRAIN, request)).sequences_open
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from deltaline.v1 import adapter_service_pb2 as pb
-from deltaline_client import Adapter, AdapterList, AdapterState, AdapterUnknown, ProtocolError
+from deltaline_client import Adapter, AdapterList, AdapterState, AdapterUnknown, Prefix, ProtocolError
 
 HASH = b"\x01" * 32
 
@@ -41,6 +41,10 @@ def test_an_adapter_that_is_not_loaded(server: Any, driven: Any) -> None:
         driven.do(driven.client.open(adapter=""))
     with pytest.raises(TypeError, match="adapter: expected a name, or None for none, got int"):
         driven.do(driven.client.open(adapter=3))
+    with pytest.raises(TypeError, match="adapter: expected a name, or None for none, got int"):
+        driven.do(driven.client.snapshots.find(Prefix.of_tokens([1]), adapter=3))
+    with pytest.raises(TypeError, match="target: expected a name, or None for none, got int"):
+        driven.do(driven.client.drain(target=3))
     assert len(server.requests["OpenSequences"]) == 1
 
 

@@ -107,3 +107,15 @@ def test_a_disk_that_fails_ends_the_call(driven: Any, server: Any, tmp_path: Pat
     assert os.listdir(tmp_path) == []
     driven.do(snapshot.save(tmp_path / "state"))
     assert len(server.requests["ExportState"]) == 3 and os.listdir(tmp_path) == ["state"]
+
+
+@pytest.mark.parametrize("source", [None, bytearray(b"x"), "a file that is open"])
+def test_a_source_is_a_path_or_bytes(driven: Any, tmp_path: Path, source: Any) -> None:
+    """Not a number, which `open` would take for a file that is open, and close."""
+    with open(tmp_path / "other", "wb") as other:
+        given = other.fileno() if source == "a file that is open" else source
+        for load in (driven.client.snapshots.load, driven.client.load_sequence):
+            expected = f"^source: expected a file's path, or the bytes, got {type(given).__name__}$"
+            with pytest.raises(TypeError, match=expected):
+                driven.do(load(given))
+        os.fstat(other.fileno())
