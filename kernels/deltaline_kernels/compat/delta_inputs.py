@@ -105,21 +105,35 @@ def _gate_shape(gate: Tensor | None, tokens: dict[str, int], num_heads: int, dim
 
 
 def pack_rates(name: str, rates: Tensor, inputs: DeltaInputs) -> Tensor:
-    """Check and return `(HV,)` values of the heads, contiguous, of the tokens' dtype or fp32."""
-    check_beside(name, rates, {"HV": inputs.heads.num_value_heads}, ACTIVATIONS, inputs.device)
-    return widen(rates, inputs.dtype).contiguous()
+    """Check and return values of the heads, `(HV,)`, of keyed heads of any shape; flat and contiguous, of the tokens'
+    dtype or fp32."""
+    return _pack_values(name, rates, inputs.heads.num_value_heads, inputs)
 
 
 def pack_biases(name: str, biases: Tensor, inputs: DeltaInputs) -> Tensor:
-    """Check and return values of the decays, of the heads `(HV,)` or of their key channels `(HV * K,)`, which may be
-    `(HV, K)`; contiguous, of the tokens' dtype or fp32."""
-    heads = inputs.heads
-    if not heads.keyed:
-        return pack_rates(name, biases, inputs)
-    is_flat = not isinstance(biases, Tensor) or biases.ndim != 2
-    shape = {"HV * K": heads.num_decays} if is_flat else {"HV": heads.num_value_heads, "K": heads.key_dim}
-    check_beside(name, biases, shape, ACTIVATIONS, inputs.device)
-    return widen(biases, inputs.dtype).flatten().contiguous()
+    """Check and return values of the decays, `(HV,)`, of keyed heads HV * K of any shape; flat and contiguous, of the
+    tokens' dtype or fp32."""
+    return _pack_values(name, biases, inputs.heads.num_decays, inputs)
+
+
+def _pack_values(name: str, values: Tensor, count: int, inputs: DeltaInputs) -> Tensor:
+    """Check and return so many values, flat and contiguous, of the tokens' dtype or fp32."""
+    if inputs.heads.keyed:
+        return widen(flatten_values(name, values, count, inputs.device, beside="q"), inputs.dtype)
+    check_beside(name, values, {"HV": count}, ACTIVATIONS, inputs.device)
+    return widen(values, inputs.dtype).contiguous()
+
+
+def flatten_values(name: str, values: Tensor, count: int, device: torch.device, beside: str) -> Tensor:
+    """Check and return so many values of any shape, flat and contiguous.
+
+    KDA's layers keep a rate of each head as `(1, 1, H, 1)` or `(H,)`, and biases as `(H * K,)` or `(H, K)`.
+    """
+    shape = {f"dimension {i}": None for i in range(getattr(values, "ndim", 1))}
+    check_operand(name, values, shape, ACTIVATIONS, device, beside=beside)
+    if values.numel() != count:
+        raise ValueError(f"{name}: expected {count} values, got shape {tuple(values.shape)}")
+    return values.flatten().contiguous()
 
 
 def widen(x: Tensor, dtype: torch.dtype) -> Tensor:

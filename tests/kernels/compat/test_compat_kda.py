@@ -108,7 +108,9 @@ def test_sequences_match_the_plain_rule(path: Path, name: str, v_first: bool, fu
 
 
 @FUNCTIONS
-@pytest.mark.parametrize("given", ["both", "no-rates", "no-biases", "gate-alone", "beta-alone", "doubled"])
+@pytest.mark.parametrize(
+    "given", ["both", "of-a-layer", "no-rates", "no-biases", "gate-alone", "beta-alone", "doubled"]
+)
 @pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["softplus", "bounded"])
 def test_gates_in_the_kernel_match_the_plain_ones(
     path: Path, given: str, lower_bound: float | None, function: Any
@@ -127,6 +129,8 @@ def test_gates_in_the_kernel_match_the_plain_ones(
         told |= {"use_gate_in_kernel": True, "g": raw[None].to(path.device)}
         told["A_log"] = None if given == "no-rates" else rates.to(path.device)
         told["dt_bias"] = None if given == "no-biases" else biases.to(path.device)
+    if given == "of-a-layer":  # as fla's and Kimi Linear's keep them
+        told |= {"A_log": told["A_log"].view(1, 1, HV, 1), "dt_bias": told["dt_bias"].view(1, 1, HV, K)}
     if given != "gate-alone":
         told |= {"use_beta_sigmoid_in_kernel": True, "beta": logits[None].to(path.device)}
     if given == "doubled":
@@ -169,7 +173,7 @@ def test_next_tokens_of_a_table_match_the_plain_rule(path: Path) -> None:
     assert_close("pool", pool, want, torch.float32)
 
 
-@pytest.mark.parametrize("shape", ["joined", "flat", "by-head"])
+@pytest.mark.parametrize("shape", ["joined", "flat", "by-head", "of-a-layer"])
 @pytest.mark.parametrize(
     ("softplus", "lower_bound"),
     [((1.0, 20.0), None), ((1.0, 20.0), -5.0), ((2.0, 1.5), None)],
@@ -189,12 +193,15 @@ def test_sigmoid_update_of_kda_matches_the_plain_rule(
         g, beta = plain_gates(a, rates, biases, b, lower_bound, softplus)
         want, pool = make_pool(path, case, slots)
         o = field_slots(replace(call.tokens, g=g, beta=beta), case.starts, want, slots)
-        given = {"joined": a.flatten(1).unflatten(0, batch), "flat": a.flatten(1), "by-head": a.unflatten(0, batch)}
+        by_head = a.unflatten(0, batch)
+        given = {"joined": by_head.flatten(2), "flat": a.flatten(1), "by-head": by_head, "of-a-layer": by_head}
+        rates_of = {"of-a-layer": rates.view(1, 1, HV, 1)}
+        biases_of = {"by-head": biases.view(HV, K), "of-a-layer": biases.view(1, 1, HV, K)}
         tokens = {name: call.told[name] for name in ("q", "k", "v", "scale", "use_qk_l2norm_in_kernel")}
         got = fused_sigmoid_gating_delta_rule_update(
-            A_log=rates.to(path.device),
+            A_log=rates_of.get(shape, rates).to(path.device),
             a=given[shape].to(path.device),
-            dt_bias=(biases.unflatten(0, (HV, K)) if shape == "by-head" else biases).to(path.device),
+            dt_bias=biases_of.get(shape, biases).to(path.device),
             softplus_beta=softplus[0],
             softplus_threshold=softplus[1],
             b=(b if shape == "flat" else b.unflatten(0, batch)).to(path.device),
@@ -264,8 +271,8 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, r"beta: expected shape .batch=1, tokens=4, HV=2.", {"beta": normal(1, 4, 2, 1)}),
     (ValueError, r"initial_state: expected shape .N=1, HV=2, K=16, V=8.", {"initial_state": normal(1, 2, 8, 16)}),
     (TypeError, "A_log: expected a tensor, as lower_bound is None", FLAGS | {"A_log": None}),
-    (ValueError, r"A_log: expected shape .HV=2.", FLAGS | {"A_log": normal(3)}),
-    (ValueError, r"dt_bias: expected shape .HV . K=32.", FLAGS | {"A_log": normal(2), "dt_bias": normal(2)}),
+    (ValueError, r"A_log: expected 2 values, got shape .3,.", FLAGS | {"A_log": normal(3)}),
+    (ValueError, r"dt_bias: expected 32 values, got shape .2,.", FLAGS | {"A_log": normal(2), "dt_bias": normal(2)}),
     (ValueError, "lower_bound: expected a finite number of at most 0", FLAGS | {"lower_bound": 5.0}),
     (TypeError, "lower_bound: expected a number", FLAGS | {"lower_bound": "low"}),
     (ValueError, "allow_neg_eigval: expected False, as use_beta_sigmoid", {"allow_neg_eigval": True}),

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS
 from deltaline_kernels.compat.arguments import check_operand, describe, parse_bound
+from deltaline_kernels.compat.delta_inputs import flatten_values
 from deltaline_kernels.kda import find_decays
 from deltaline_kernels.operators import operator
 
@@ -27,7 +28,8 @@ def fused_kda_gate(
 
     Args:
         g: `[.., H, K]`, fp32, bf16 or fp16, of any strides.
-        A_log: of H values, None for zeros; dt_bias: of H * K values, None for zeros; any of the three dtypes.
+        A_log: of H values, None for zeros; dt_bias: of H * K values, None for zeros; of any shape and any of the three
+            dtypes.
         lower_bound: at most 0; None: there is none.
         output_dtype: one of the three.
 
@@ -45,20 +47,14 @@ def fused_kda_gate(
     if output_dtype not in ACTIVATIONS:
         raise TypeError(f"output_dtype: expected {' or '.join(map(str, ACTIVATIONS))}, got {describe(output_dtype)}")
     num_heads, key_dim = g.shape[-2:]
-    rates = _flatten("A_log", A_log, num_heads, g.device)
-    biases = _flatten("dt_bias", dt_bias, num_heads * key_dim, g.device)
+    given = (("A_log", A_log, num_heads), ("dt_bias", dt_bias, num_heads * key_dim))
+    rates, biases = (
+        torch.zeros(count, dtype=torch.float32, device=g.device)
+        if values is None
+        else flatten_values(name, values, count, g.device, beside="g")
+        for name, values, count in given
+    )
     flat = g.reshape(-1, num_heads * key_dim)
     out = torch.empty(flat.shape, dtype=output_dtype, device=g.device)
     find_decays(flat, rates, biases, lower_bound, out)
     return out.view(g.shape)
-
-
-def _flatten(name: str, values: Tensor | None, count: int, device: torch.device) -> Tensor:
-    """Check and return so many values, contiguous, zeros for None."""
-    if values is None:
-        return torch.zeros(count, dtype=torch.float32, device=device)
-    shape = {f"dimension {i}": None for i in range(getattr(values, "ndim", 1))}
-    check_operand(name, values, shape, ACTIVATIONS, device, beside="g")
-    if values.numel() != count:
-        raise ValueError(f"{name}: expected {count} values, got shape {tuple(values.shape)}")
-    return values.flatten().contiguous()

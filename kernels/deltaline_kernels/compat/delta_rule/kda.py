@@ -91,8 +91,8 @@ def chunk_kda(
         scale: of q, above 0; None is K**-0.5.
         initial_state: `[N, HV, K, V]`, any of the three dtypes; None is zero.
         use_qk_l2norm_in_kernel: divide q and k by their norms.
-        use_gate_in_kernel: g is what `fused_kda_gate` takes, with A_log `(HV,)`, dt_bias `(HV * K,)` or `(HV, K)` and
-            lower_bound, which otherwise say nothing. A_log may be None beside lower_bound, dt_bias always.
+        use_gate_in_kernel: g is what `fused_kda_gate` takes, with A_log of HV values and dt_bias of HV * K, both of any
+            shape, and lower_bound, which otherwise say nothing. A_log may be None beside lower_bound, dt_bias always.
         use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that.
         safe_gate: a promise that decays have a lower bound, which nothing here needs; the bound has to be told beside
             use_gate_in_kernel.
@@ -214,7 +214,7 @@ def flash_kda_fwd(
             their gates, but that all have as many heads.
         scale: of q, above 0.
         out: `[batch, tokens, H, V]` contiguous, in v's dtype. Mutated: the tokens of all sequences.
-        A_log: `(H,)`; dt_bias: `(H, K)` or `(H * K,)`; lower_bound: at most 0.
+        A_log: of H values; dt_bias: of H * K, both of any shape; lower_bound: at most 0.
         initial_state: `[N, H, V, K]` packed states, any of the three dtypes; None is zero.
         final_state: likewise, None if nobody asks. Mutated: all of it. It is initial_state or shares no memory with it.
         cu_seqlens: as for `chunk_kda`.

@@ -47,10 +47,10 @@ def fused_sigmoid_gating_delta_rule_update(
     """Run the next tokens of each row, one by one, with g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b).
 
     Args:
-        A_log, dt_bias: `(HV,)`, any of the three dtypes.
+        A_log, dt_bias: `(HV,)`, any of the three dtypes; with is_kda HV and HV * K values of any shape.
         a, b: `[batch, tokens, HV]` or `[batch * tokens, HV]`, any of the three dtypes.
-        is_kda: each key channel has a decay of its own: a is `[.., HV, K]` or `[.., HV * K]`, dt_bias `(HV * K,)` or
-            `(HV, K)`, and q may not have more heads than v.
+        is_kda: each key channel has a decay of its own: a is `[.., HV, K]` or `[.., HV * K]`, and q may not have more
+            heads than v.
         lower_bound: of KDA, at most 0: g = lower_bound sigmoid(exp(A_log) (a + dt_bias)).
         softplus_beta, softplus_threshold: softplus(x) = log(1 + exp(beta x)) / beta, or x where beta x is above the
             threshold. Other ones than 1 and 20 cost a few launches more.
