@@ -27,6 +27,8 @@ DTYPES = ("F32", "BF16", "F16")
 FP8 = "F8_E4M3"
 MAX_FILE_NAME_CHARS = 255
 LENGTH_BYTES = 8
+# What a clone without Git LFS has in the place of a file.
+LFS_POINTER = b"version https://git-lfs"
 # The entry of a header that is no tensor.
 METADATA = "__metadata__"
 MAX_REASON_CHARS = 200
@@ -192,11 +194,17 @@ def _read_index(path: Path) -> dict[str, str]:
     return files
 
 
-def check_length(name: str, size: int) -> None:
-    """Raise ModelError unless a file of `size` bytes may begin as safetensors do."""
-    if size < LENGTH_BYTES:
+def header_length(name: str, start: bytes) -> int:
+    """Return how long a file says that its header is. start: as many bytes as LFS_POINTER has, fewer of a shorter file.
+
+    Raises ModelError unless it may begin as safetensors do.
+    """
+    if len(start) < LENGTH_BYTES:
         expected = f"safetensors, at least {LENGTH_BYTES} bytes (the length of their header)"
-        raise ModelError(f"{name}: expected {expected}, got {size}")
+        raise ModelError(f"{name}: expected {expected}, got {len(start)}")
+    if start == LFS_POINTER:
+        raise ModelError(f"{name}: expected safetensors, got a Git LFS pointer to them: fetch the file (git lfs pull)")
+    return int.from_bytes(start[:LENGTH_BYTES], "little")
 
 
 def parse_reason(error: Exception) -> str:
@@ -210,10 +218,10 @@ def _check_header(path: Path) -> None:
     size = file_bytes(path)
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            start = file.read(len(LFS_POINTER))
     except OSError as error:
         raise ModelError(f"{path.name}: can't be read ({error.strerror})") from error
-    check_length(path.name, size)
+    length = header_length(path.name, start)
     if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
         raise ModelError(f"{path.name}: expected a header within the file and {MAX_HEADER_BYTES} bytes, got {length}")
 

@@ -16,7 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deltaline_server.checkpoints.checkpoint import LENGTH_BYTES, METADATA, TensorInfo, check_length, parse_reason
+from deltaline_server.checkpoints.checkpoint import (
+    LENGTH_BYTES,
+    LFS_POINTER,
+    METADATA,
+    TensorInfo,
+    header_length,
+    parse_reason,
+)
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.errors import shown
 
@@ -123,12 +130,12 @@ class TensorFile:
     def _read_header(self) -> dict[str, Any]:
         """Read and parse the header; sets where the data begins."""
         content = self._content
-        check_length(content.name, content.size)
+        start = bytes(content.read(0, min(content.size, len(LFS_POINTER))))
+        length = header_length(content.name, start)
         if content.size > MAX_FILE_BYTES:
             raise ModelError(
                 f"{content.name}: expected safetensors of at most {MAX_FILE_BYTES} bytes, got {content.size}"
             )
-        length = int.from_bytes(content.read(0, LENGTH_BYTES), "little")
         limit = min(MAX_HEADER_BYTES, content.size - LENGTH_BYTES)
         if length > limit:
             raise ModelError(

@@ -133,6 +133,10 @@ def test_a_header_above_the_cap_is_refused_in_a_file_that_would_hold_it(tmp_path
     [
         (b"", r"at least 8 bytes \(the length of their header\), got 0$"),
         (b"\x08", r"at least 8 bytes \(the length of their header\), got 1$"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+            r"got a Git LFS pointer to them: fetch the file \(git lfs pull\)$",
+        ),
         (content_of(b"garbage!"), r"got something else \(.*invalid JSON in header.*\)$"),
         (content_of({"a": entry([2], 0, 8)}, b"\0" * 7), r"got something else \(.*file not fully covered\)$"),
         (content_of({"a": entry([1], 0, 4, "x\n" * 300)}, b"\0" * 4), r"got something else \(.{197}\.\.\.\)$"),

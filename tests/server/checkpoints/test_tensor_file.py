@@ -49,6 +49,10 @@ def test_a_bad_file_is_refused(case: str) -> None:
     ("content", "told"),
     [
         (b"\x01", r"at least 8 bytes \(the length of their header\), got 1$"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+            r"got a Git LFS pointer to them: fetch the file \(git lfs pull\)$",
+        ),
         (content_of(b"garbage!"), r"got something else \(Expecting value: line 1 column 1 \(char 0\)\)$"),
         (content_of(b'{"\xff":1}'), r"got something else \('utf-8' codec can't decode byte 0xff in position 2: .*\)$"),
     ],
