@@ -26,6 +26,7 @@ from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.checkpoints.random_tensors import RandomTensors
 from deltaline_server.checkpoints.respelled import RespelledTensors
 from deltaline_server.checkpoints.shared_blocks import SharedBlocks
+from deltaline_server.errors import shown
 from deltaline_server.layers import hybrid
 from deltaline_server.layers.block import Block, Blocks, Layer
 from deltaline_server.layers.expert_shape import ExpertsShape
@@ -317,7 +318,9 @@ def _check_tensors(
             number, dot, own = name.removeprefix(prefix).partition(".")
             found.setdefault(prefix, defaultdict(set))[number + dot].add(own)
     if len(found) != 1:
-        raise ModelError(f"layers: expected tensors named {' or '.join(PREFIXES)}N, got {sorted(found) or 'none'}")
+        others = ", ".join(shown(name) for name in sorted(source.names)[:2])
+        got = sorted(found) or (f"none, but {others}" if others else "no tensors at all")
+        raise ModelError(f"layers: expected tensors named {' or '.join(PREFIXES)}N, got {got}")
     [(prefix, of_layer)] = found.items()
     of_kind = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
     stored, found_names = config.family.blocks.experts, dict[int, list[str]]()

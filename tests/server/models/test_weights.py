@@ -62,6 +62,21 @@ def test_two_prefixes_are_refused() -> None:
         LayerLoader(both, QWEN3_5, [1], Scope.MIXER, WHOLE)
 
 
+@pytest.mark.parametrize(
+    ("names", "got"),
+    [
+        (("base_model.model.backbone.layers.1.norm", "lm_head", "base_model.model.b"), "none, but {2!r}, {0!r}"),
+        (("lm_head",), "none, but {0!r}"),
+        ((), "no tensors at all"),
+    ],
+    ids=["others", "another", "none"],
+)
+def test_a_checkpoint_without_layers_is_refused_with_what_it_has(names: tuple[str, ...], got: str) -> None:
+    source = MemoryTensors({name: torch.zeros(1) for name in names})
+    with pytest.raises(ModelError, match=rf"^layers: expected tensors named .*, got {got.format(*names)}$"):
+        LayerLoader(source, QWEN3_5, [1], Scope.MIXER, WHOLE)
+
+
 @pytest.mark.parametrize("name", sorted(expected_tensors(NEXT, DENSE, Scope.BLOCK)))
 def test_a_missing_tensor_is_named(name: str) -> None:
     source = base_weights(NEXT)
