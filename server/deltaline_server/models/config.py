@@ -164,11 +164,9 @@ class ModelConfig:
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise ModelError(f"model_type: expected one of {', '.join(FAMILIES)}, got {shown(model_type)}")
         family, quantization = FAMILIES[model_type], Quantization.read(raw)
-        config = ConfigReader(raw.get(family.text), f"{family.text}.") if family.text else ConfigReader(raw, "")
+        config = _language_model(raw, family)
         if family.activation is not None:
             config.require(family.activation, "silu", default="silu")
-        if family.text:
-            config.require("model_type", family.text_type, default=family.text_type)
         if config.get("per_layer_config"):
             raise config.fail("per_layer_config", "none (layers of a kind are served alike)")
         layers = family.layers(config)
@@ -209,6 +207,15 @@ class ModelConfig:
             mlp_scales=None if family.mlp_scales is None else config.positives(family.mlp_scales, 2),
             quantization=quantization,
         )
+
+
+def _language_model(raw: Mapping[str, Any], family: Family) -> ConfigReader:
+    """The config of the language model. Raises ModelError where it is not there, or of another model type."""
+    if not family.text or (family.may_be_flat and raw.get(family.text) is None):
+        return ConfigReader(raw, "")
+    config = ConfigReader(raw.get(family.text), f"{family.text}.")
+    config.require("model_type", family.text_type, default=family.text_type)
+    return config
 
 
 def _mixer_shapes(

@@ -14,6 +14,7 @@ from deltaline_server.layers.shapes import GatedDeltaNetShape
 from deltaline_server.models.config import ModelConfig
 from deltaline_server.models.parts import MixerKind, MlpKind
 
+CONFIGS = Path(__file__).with_name("configs")
 TEXT: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -43,6 +44,16 @@ def test_shapes_are_read() -> None:
 def test_the_language_model_of_qwen3_5_is_nested() -> None:
     config = ModelConfig.from_mapping({"model_type": "qwen3_5", "text_config": TEXT, "hidden_size": 1})
     assert config.hidden_size == 1024
+
+
+@pytest.mark.parametrize("beside", [{}, {"text_config": None}], ids=["no-key", "null"])
+def test_the_language_model_of_glm5_next_may_be_flat(beside: dict[str, Any]) -> None:
+    """That of Qwen3.5 may not: transformers passes over what stands there."""
+    text = json.loads((CONFIGS / "glm-5.3-flash.json").read_text())
+    nested = ModelConfig.from_mapping({"model_type": "glm5_next", "text_config": text})
+    assert ModelConfig.from_mapping(text | {"model_type": "glm5_next"} | beside) == nested
+    with pytest.raises(ModelError, match=r"^text_config: expected an object, got None$"):
+        ModelConfig.from_mapping({"model_type": "qwen3_5", **TEXT} | beside)
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,11 @@ def write(folder: Path, raw: Raw, seed: int) -> Any:
     model: Any = makes.from_config(config, **EAGER)
     draw_weights(model, model_type, seed)
     model.eval().save_pretrained(folder)
-    # Beside what sees, the same config is nested.
+    # Beside what sees, the same config is nested, or stands beside that of what sees.
     outer = NESTED.get(raw["model_type"]) if seed % 5 < 2 else None
     whole = raw if outer is None else {"model_type": outer, "text_config": raw}
+    if model_type == "glm5_next_text" and seed % 5 == 3:
+        whole = raw | {"model_type": "glm5_next"}
     (folder / "config.json").write_text(json.dumps(whole))
     return model.model.language_model if model_type == "glm5_next_text" else model
 

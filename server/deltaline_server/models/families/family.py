@@ -27,19 +27,20 @@ class Family:
     layers: reads which parts each layer has. mixers: by kind, how their configs are read; a kind that is not here is
     not served yet. blocks: how what surrounds a mixer is stored, and what its norms multiply by; attention_blocks: of
     attention, None for the same. experts: how the configs of layers with a mixture of them are read, None where they
-    are not served yet. text: the key that has the language model's config, "" where it is the config itself; text_type:
-    the model type that this one has to be of. beside: the beginnings of the names of modules that belong to no layer.
-    spellings: tensors of a layer that may be stored under other names, or in parts, row behind row. adapters_spell: how
-    adapters may name modules of a layer that are stored under other names. unread: the beginnings of names that a layer
-    may have and that nothing is made of. streams: how many there are where a config says nothing, None for none;
-    averages_streams: as StreamConfig has it. mlp_limit: the key of the limit of gates of dense MLPs, None where there
-    is none. activation: the key that must say silu; mlp_activation: the one that must say what the blocks' MLP
-    computes, None where it is the same. eps, default_eps: the key of the norms' epsilon, and what it is where a config
-    does not say, None where it must. hidden: the key of the hidden size. inner: the key of the size of dense MLPs, None
-    where there are none. mlp_bias: the key of whether they have biases, None where they have none. residual_multiplier:
-    the key of what multiplies what branches add, None where nothing does. mlp_scales: the key of what gates and outputs
-    of dense MLPs are multiplied by, None where nothing. sums_in_fp32: whether residual_in_fp32 is asked. adjusts_inner:
-    what makes the size of dense MLPs of the config, None where that says it.
+    are not served yet. text: the key that has the language model's config, "" where it is the config itself;
+    may_be_flat: whether it is that, too, where there is none under the key. text_type: the model type that the one
+    under it has to be of. beside: the beginnings of the names of modules that belong to no layer. spellings: tensors of
+    a layer that may be stored under other names, or in parts, row behind row. adapters_spell: how adapters may name
+    modules of a layer that are stored under other names. unread: the beginnings of names that a layer may have and that
+    nothing is made of. streams: how many there are where a config says nothing, None for none; averages_streams: as
+    StreamConfig has it. mlp_limit: the key of the limit of gates of dense MLPs, None where there is none. activation:
+    the key that must say silu; mlp_activation: the one that must say what the blocks' MLP computes, None where it is
+    the same. eps, default_eps: the key of the norms' epsilon, and what it is where a config does not say, None where it
+    must. hidden: the key of the hidden size. inner: the key of the size of dense MLPs, None where there are none.
+    mlp_bias: the key of whether they have biases, None where they have none. residual_multiplier: the key of what
+    multiplies what branches add, None where nothing does. mlp_scales: the key of what gates and outputs of dense MLPs
+    are multiplied by, None where nothing. sums_in_fp32: whether residual_in_fp32 is asked. adjusts_inner: what makes
+    the size of dense MLPs of the config, None where that says it.
     """
 
     layers: Callable[[ConfigReader], tuple[LayerConfig, ...]]
@@ -48,6 +49,7 @@ class Family:
     experts: ExpertKeys | None = None
     text: str = ""
     text_type: str = ""
+    may_be_flat: bool = False
     beside: tuple[str, ...] = ()
     activation: str | None = "hidden_act"
     mlp_activation: str | None = None

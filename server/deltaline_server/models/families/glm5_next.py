@@ -54,6 +54,12 @@ _TEXT = Family(
     },
 )
 GLM5_NEXT: dict[str, Family] = {
-    "glm5_next": replace(_TEXT, text="text_config", text_type="glm5_next_text", beside=("model.visual.", "visual.")),
+    "glm5_next": replace(
+        _TEXT,
+        text="text_config",
+        text_type="glm5_next_text",
+        may_be_flat=True,
+        beside=("model.visual.", "visual."),
+    ),
     "glm5_next_text": _TEXT,
 }
