@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rigs.small_models import OLMO
+from rigs.small_models import BAMBA, OLMO
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.shapes import AttentionShape
@@ -112,6 +112,17 @@ def test_olmo_hybrid_rotates_where_there_is_a_base(keys: dict[str, Any], theta: 
     assert isinstance(shape, AttentionShape)
     assert transformers.OlmoHybridConfig(**keys).rope_parameters["rope_theta"] == theta
     assert (shape.rotary_dim, shape.rope_theta) == ((0, 1.0) if theta is None else (8, theta))
+
+
+@pytest.mark.parametrize("beside", [{}, {"num_key_value_heads": None}], ids=["no-key", "null"])
+def test_kv_heads_of_bamba_are_8_where_its_config_has_no_number(beside: dict[str, Any]) -> None:
+    """As transformers has them: as many as heads where there is null."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: it is the oracle")
+    raw = {key: value for key, value in BAMBA.items() if key != "num_key_value_heads"}
+    raw |= {"num_attention_heads": 16} | beside
+    shape = ModelConfig.from_mapping(raw).shapes[MixerKind.ATTENTION]
+    assert isinstance(shape, AttentionShape)
+    assert shape.num_kv_heads == transformers.BambaConfig.from_dict(raw).num_key_value_heads
 
 
 def test_a_context_is_within_what_the_checkpoint_was_made_for() -> None:

@@ -43,6 +43,7 @@ BAMBA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "attn_layer_indices": [1],
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
     "mamba_d_state": 16,

@@ -35,7 +35,7 @@ BAMBA: dict[str, Family] = {
         layers=indexed_layers,
         mixers={
             MixerKind.MAMBA2: _BAMBA_MIXER,
-            MixerKind.ATTENTION: AttentionKeys(positions=262144, rotary=RotaryKeys(share=0.5, within=True)),
+            MixerKind.ATTENTION: AttentionKeys(kv_heads=8, positions=262144, rotary=RotaryKeys(share=0.5, within=True)),
         },
         blocks=BlockNames(("input_layernorm.", "pre_ff_layernorm."), norm_offset=0, mlp=MlpNames("feed_forward.")),
         default_eps=1e-5,
