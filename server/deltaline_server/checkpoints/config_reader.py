@@ -77,8 +77,9 @@ class ConfigReader:
         return key in self._values
 
     def spelling(self, *keys: str) -> str:
-        """The first of several spellings of a key that has a value, else the last."""
-        return next((key for key in keys if self.get(key) is not None), keys[-1])
+        """The first of several spellings of a key that has a value, else the first that is there, else the last."""
+        there = [key for key in keys if self.says(key)]
+        return next((key for key in there if self.get(key) is not None), there[0] if there else keys[-1])
 
     def nested(self, key: str) -> ConfigReader:
         """Access to the keys of an object under `key`. Raises ModelError where there is something else."""

@@ -109,7 +109,7 @@ def test_infinity_in_either_spelling(text: str) -> None:
         (NEMOTRON, {"layers_block_type": ["M", "conv"]}, r"layers_block_type: expected 1\.\.4096 of "),
         (NEMOTRON, {"layers_block_type": []}, r"layers_block_type: expected 1\.\.4096 of "),
         (NEMOTRON, {"layers_block_type": [["M"]]}, r"layers_block_type: expected 1\.\.4096 of "),
-        (NEMOTRON, {"layers_block_type": None}, r"hybrid_override_pattern: expected .* got nothing"),
+        (NEMOTRON, {"layers_block_type": None}, r"layers_block_type: expected .* got None"),
         (NEMOTRON, {"mamba_hidden_act": "relu2"}, "mamba_hidden_act: expected 'silu', got 'relu2'"),
     ],
 )

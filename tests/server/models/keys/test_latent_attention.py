@@ -104,3 +104,13 @@ def test_both_spellings_of_a_key_are_read() -> None:
     shape = one.shapes[MixerKind.LATENT_ATTENTION]
     assert shape == LatentShape(8, 24, 8, 16, 12, query_rank=0, max_positions=77)
     assert one.experts is not None and (one.experts.shared_size, one.experts.top_k) == (64, 3)
+
+
+def test_null_under_another_spelling_is_no_default() -> None:
+    """To transformers it is the value, and here a flag is true or false; where the other spelling says more, that is
+    read."""
+    raw = {k: v for k, v in KIMI.items() if k != "norm_topk_prob"} | {"moe_renormalize": None}
+    unserved = ModelConfig.from_mapping(raw).unserved[MlpKind.MIXTURE_OF_EXPERTS]
+    assert unserved == "moe_renormalize: expected true or false, got None"
+    experts = ModelConfig.from_mapping(raw | {"norm_topk_prob": False}).experts
+    assert experts is not None and not experts.normalises
