@@ -13,8 +13,9 @@ from urllib.parse import unquote
 SECURITY, DNS_NAMES, SPIFFE_ID, UID = "transport_security_type", "peer_dns", "peer_spiffe_id", "uid"
 CERTIFICATE = "x509_pem_cert"
 _FORWARDED = (SECURITY, DNS_NAMES, SPIFFE_ID)
-# Most bytes of them that a front end sends; a certificate with more names proves none.
-MAX_FORWARDED_BYTES = 16 << 10
+# Most bytes of a certificate's names, as a front end sends them; one that has more proves none, here or there. The
+# envelope has room for four times as many, and each call is judged by them.
+MAX_NAMES_BYTES = 16 << 10
 # What such a name has before it in a certificate: the tag of a DNS name or URI of the alternative names.
 _TAGS = {DNS_NAMES: b"\x82", SPIFFE_ID: b"\x86"}
 _LOCAL_SOCKETS = ("unix:", "link:")
@@ -41,14 +42,11 @@ class Peer(NamedTuple):
 
     def packed(self) -> bytes:
         """What a front end says of its client: texts with zero bytes between."""
-        texts, num_bytes = [self.address.encode()], 0
+        texts = [self.address.encode()]
         for name in _FORWARDED:
             for value in self.proven.get(name, ()):
                 if b"\0" not in value:
                     texts += name.encode(), value
-                    num_bytes += len(value)
-        if num_bytes > MAX_FORWARDED_BYTES and len(self.proven) > 1:
-            return Peer(self.address, {SECURITY: self.proven.get(SECURITY, ())}).packed()
         return b"\0".join(texts)
 
     @classmethod
@@ -63,15 +61,16 @@ class Peer(NamedTuple):
 
 def proven_by(context: CallContext) -> Mapping[str, Iterable[bytes]]:
     """What is proven of a call's peer. gRPC tells of a name what is before its first zero byte: names that are not
-    whole in the certificate are left out."""
+    whole in the certificate are left out, and all of them where it has too many."""
     proven = context.auth_context()
     certificate = b"".join(proven.get(CERTIFICATE, ()))
     if not certificate:
         return proven
-    return {
-        key: [value for value in values if key not in _TAGS or _is_whole(_TAGS[key], value, certificate)]
-        for key, values in proven.items()
-    }
+    names = {key: tuple(proven.get(key, ())) for key in _TAGS}
+    # Each has its property's name before it, and a zero byte before either.
+    num_bytes = sum(sum(map(len, values)) + len(values) * (len(key) + 2) for key, values in names.items())
+    whole = _whole(tuple(names.items()), certificate) if num_bytes <= MAX_NAMES_BYTES else dict.fromkeys(_TAGS, ())
+    return {**proven, **whole}
 
 
 def is_local_socket(address: str) -> bool:
@@ -88,11 +87,16 @@ def is_private(context: CallContext) -> bool:
 
 
 @lru_cache(256)
-def _is_whole(tag: bytes, name: bytes, certificate: bytes) -> bool:
-    """Whether a certificate, in PEM, has a name of so many bytes."""
+def _whole(names: tuple[tuple[str, tuple[bytes, ...]], ...], certificate: bytes) -> Mapping[str, tuple[bytes, ...]]:
+    """Those of the names, by property, that a certificate, in PEM, has with so many bytes."""
+    der = ssl.PEM_cert_to_DER_cert(certificate.decode())
+    return {key: tuple(name for name in values if _spelled(_TAGS[key], name) in der) for key, values in names}
+
+
+def _spelled(tag: bytes, name: bytes) -> bytes:
+    """A name as it is in a certificate."""
     size = len(name).to_bytes(4).lstrip(b"\0")
-    spelled = size if len(name) < 0x80 else bytes([0x80 + len(size)]) + size
-    return tag + spelled + name in ssl.PEM_cert_to_DER_cert(certificate.decode())
+    return tag + (size if len(name) < 0x80 else bytes([0x80 + len(size)]) + size) + name
 
 
 @lru_cache(1024)
