@@ -35,6 +35,8 @@ written into a `room` of the connection's, uint8 [n]."""
 _NO_HEAD: dict[str, Any] = {}
 _MAX_TIMEOUT_S = 1e9
 _MAX_BODY = link.MAX_PACKET_BYTES - link.ENVELOPE.size
+# Most bytes of a call's path, metadata and client together: the envelope has 16 bits for each.
+_MAX_HEAD = (1 << 16) - 1
 
 
 class Region(NamedTuple):
@@ -177,7 +179,11 @@ class Conversation(Generic[E]):
 
     def _body(self, call: LinkCall[E]) -> tuple[bytes, int] | None:
         """The body of a call's next message, and its flags; None while there is no memory for it, or when it is too
-        large, which ends the call."""
+        large, or what stands before it, which ends the call."""
+        if call.head_bytes > _MAX_HEAD:
+            why = f"expected a path, metadata and client of at most {_MAX_HEAD} bytes, got {call.head_bytes}"
+            self._refuse(call, code_pb2.RESOURCE_EXHAUSTED, why)
+            return None
         message, flags = call.outbox[0]
         if isinstance(message, np.ndarray):
             pieces: tuple[Buffer, ...] = (message.data,)

@@ -7,6 +7,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,6 +189,31 @@ def test_a_message_beyond_the_most_is_refused_at_once(server: Server, has_memory
     server.begin(b"goes on")
     server.take(link.CALL)
     assert server.conversation.error is None
+
+
+@pytest.mark.parametrize(
+    "head",
+    [{"client": bytes(1 << 16)}, {"metadata": (("x", "y" * (1 << 16)),)}, {"path": "/" + "x" * (1 << 16)}],
+    ids=lambda head: next(iter(head)),
+)
+def test_a_call_that_no_envelope_has_room_for_ends_and_no_other(server: Server, head: dict[str, Any]) -> None:
+    ends = list[status_pb2.Status | None]()
+    call = server.conversation.begin(**{"path": "/x", "on_message": print, "on_end": ends.append, **head})
+    server.conversation.send(call, b"", is_last=True)
+    server.begin(b"another's")
+    assert [body for _, body in server.take(link.CALL)] == [b"another's"]
+    assert [status and status.code for status in ends] == [code_pb2.RESOURCE_EXHAUSTED]
+    assert not server.conversation.unsent
+
+
+def test_a_call_s_head_leaves_room_for_its_message(server: Server) -> None:
+    server.get_memory()
+    room = (1 << 16) - 1 - len("/x")
+    call = server.conversation.begin("/x", print, print, client=bytes(room))
+    server.conversation.send(call, LARGE, is_last=True)
+    server.flush()
+    ((envelope, body),) = server.take(link.CALL)
+    assert len(envelope.client) == room and link.Place.read(body).size == len(LARGE)
 
 
 def test_a_reply_that_memory_has_no_room_for_ends_its_call_at_once(server: Server) -> None:
