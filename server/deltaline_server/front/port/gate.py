@@ -103,7 +103,8 @@ class Entered:
     def hand_over(self, reply: bytes) -> None:
         """The reply goes to gRPC, where it counts until the client has taken it."""
         self._unread_bytes = len(reply)
-        self._gate.unread.take(self._client, self._unread_bytes)
+        if reply:
+            self._gate.unread.take(self._client, self._unread_bytes)
 
     async def hold(self, seconds: float) -> None:
         """Keep the answer to a refused call back. It counts for so long even if its client gives it up, or giving up

@@ -70,3 +70,16 @@ async def test_its_place_is_free_once_its_time_is_over() -> None:
     await asyncio.sleep(0)
     assert made.calls.used == 1, "a place that nothing keeps is free at once"
     await until(lambda: not made.calls.used)
+
+
+@pytest.mark.parametrize("reply", [b"", b"reply"])
+async def test_nothing_is_kept_of_a_client_whose_calls_are_over(reply: bytes) -> None:
+    made = Gate()
+
+    async def call() -> None:
+        made.enter(METHOD, Context()).hand_over(reply)
+
+    await asyncio.create_task(call())
+    await asyncio.sleep(0)
+    for shares in (made.calls, made.unread):
+        assert shares.used == 0 and not shares._of
