@@ -61,13 +61,13 @@ def _places(message: pb.Waypoints, field: str, length: int, most: int) -> tuple[
         if message.every % WAYPOINT_TOKENS:
             raise _invalid(f"{field}.every", f"must be a multiple of {WAYPOINT_TOKENS}, got {message.every}")
         return tuple(range(message.every, length + 1, message.every)[: most + 1])
-    before = 0
-    for tokens in message.tokens:
+    before, places = 0, tuple(message.tokens[: most + 1])
+    for tokens in places:
         if tokens % WAYPOINT_TOKENS or not before < tokens <= length:
             what = f"multiples of {WAYPOINT_TOKENS}, increasing, at most {length}, the row's tokens"
             raise _invalid(f"{field}.tokens", f"must be {what}, got {tokens} behind {before}")
         before = tokens
-    return tuple(message.tokens)
+    return places
 
 
 def _keys(prefix: pb.PrefixKeys, field: str) -> dict[int, bytes]:

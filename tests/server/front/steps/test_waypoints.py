@@ -138,6 +138,12 @@ def test_places_are_bounded_in_all(num_rows: int) -> None:
         one.every = 64
     with pytest.raises(RequestError, match="at most 4096 places"):
         read(made)
+    for one in made.waypoints:
+        one.every = 0
+        one.tokens.extend(range(64, length + 1, 64))
+    made.waypoints[-1].tokens.append(7)  # no place, but behind too many
+    with pytest.raises(RequestError, match="at most 4096 places"):
+        read(made)
 
 
 def test_keys_of_all_rows_are_bounded() -> None:
