@@ -33,6 +33,7 @@ AHEAD_BYTES = link.STREAM_MESSAGES // 2 * link.MAX_PACKET_BYTES
 
 _log = logging.getLogger(__name__)
 _DETAILS, _PUSHBACK = "grpc-status-details-bin", "grpc-retry-pushback-ms"
+_FAILED = "the front end failed"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -86,6 +87,7 @@ class Forward(grpc.GenericRpcHandler):
             call = self._call(path, context)
             if is_stream:
                 sending = asyncio.create_task(call.send_all(context))
+                sending.add_done_callback(call.sent_all)
             else:
                 await call.send_one(entered, context)
             yield call
@@ -101,7 +103,7 @@ class Forward(grpc.GenericRpcHandler):
             os.abort()  # as gRPC does: what is left of this process answers nobody in time
         except Exception:
             _log.exception("a call failed")
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the front end failed")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, _FAILED)
         finally:
             if call is not None:
                 call.close()
@@ -180,6 +182,16 @@ class _Call:
             while not self._call.is_over and self._is_ahead():
                 await self._core.until_moved()
         self._send(None, is_last=True)
+
+    def sent_all(self, sending: asyncio.Task[None]) -> None:
+        """`send_all` is over: the call ends where it failed, since the core waits for the rest."""
+        error = None if sending.cancelled() else sending.exception()
+        if isinstance(error, MemoryError):
+            os.abort()  # as where it is raised in the call itself
+        if error is not None and not self._call.is_over:
+            _log.error("a call failed", exc_info=error)
+            self.close()
+            self._end(status_pb2.Status(code=code_pb2.UNAVAILABLE, message=_FAILED))
 
     def _is_ahead(self) -> bool:
         """Whether the client has to wait."""

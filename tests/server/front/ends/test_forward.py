@@ -193,6 +193,28 @@ async def test_a_stream_is_read_as_fast_as_the_core_takes_it(front: Front) -> No
     await writing
 
 
+@pytest.mark.parametrize("error", [ValueError, MemoryError])
+@pytest.mark.parametrize("path", [UPLOAD, STREAM])
+async def test_a_stream_that_can_not_be_sent_ends_as_any_call_that_fails(
+    front: Front, monkeypatch: pytest.MonkeyPatch, path: str, error: type[Exception]
+) -> None:
+    aborted = list[bool]()
+
+    def fail(_: object) -> bool:
+        raise error
+
+    monkeypatch.setattr(forward._Call, "_is_ahead", fail)
+    monkeypatch.setattr("os.abort", lambda: aborted.append(True))
+    calling = front.channel.stream_stream(path)()
+    await calling.write(b"1")
+    call = (await front.receive(link.CALL)).envelope.call
+    assert (await front.receive(link.CANCEL)).envelope.call == call
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await calling.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert aborted == [True] * (error is MemoryError)
+
+
 async def test_the_core_is_told_what_of_a_stream_was_read(front: Front) -> None:
     stream = front.channel.stream_stream(STREAM)()
     await stream.write(b"")
