@@ -153,7 +153,8 @@ class Connection:
         metadata = link.read_metadata(envelope.metadata)
         client, share = self._peer, self._share
         if self._is_front_end:
-            client, share = Peer.read(envelope.client), self._served.held.join(lambda why: self._overfull(call, why))
+            client = Peer.read(envelope.client)
+            share = self._served.held.join(lambda why: self._overfull(call, why), "call")
         in_place = envelope.method in IN_PLACE
         call = Call(self, envelope.call, handler, metadata, timeout_us, client, share, in_place)
         try:
@@ -162,8 +163,8 @@ class Connection:
             self._drop(call)
             raise
         if call.is_over:
-            self._drop(call)
-        elif handler is None:
+            return  # its first message was too much
+        if handler is None:
             self._refuse(call, status_pb2.Status(code=code_pb2.UNIMPLEMENTED, message="the method is not known"))
         elif self._is_stopping:
             self._refuse(call, self._counted(Refusal(Reason.STOPPING, "the server is stopping")))
@@ -193,10 +194,11 @@ class Connection:
         call.share.take(len(body))
         if self._is_over:
             raise link.LinkError("the connection was ended: it held the most")
-        return bytes(body)
+        return None if call.is_over else bytes(body)
 
     def _overfull(self, call: Call, why: str) -> None:
-        """End a call, which may have no task yet."""
+        """End a call, which may have no task yet, or just be taking what is too much."""
+        self._drop(call)  # first: what is written here may be held too, and ends another then
         self.end_call(call, status_pb2.Status(code=code_pb2.UNAVAILABLE, message=why))
         if call in self._tasks:
             self._tasks[call].cancel()
@@ -248,15 +250,16 @@ class Connection:
         return call.kept.popleft()
 
     def _drop(self, call: Call) -> None:
-        """Let go of what a call's handler did not read or answer."""
+        """Let go of what a call's handler did not read or answer. Of a front end's call it may be done twice."""
         num_bytes, places = call.drop()
-        call.share.give_back(num_bytes)
+        if call.share is self._share:
+            call.share.give_back(num_bytes)
+        else:
+            call.share.leave()
         while call.kept:
             places.append(self._take_kept(call))
         for place in places:
             self._let_go(call.number, place)
-        if call.share is not self._share:
-            call.share.leave()
 
     # -- what goes -------------------------------------------------------------------------------------------------
 
@@ -273,9 +276,10 @@ class Connection:
             pieces, flags = [await self._placed(call, pieces, num_bytes, kept)], flags | link.PLACED
         if call.is_over:
             return
-        self._socket.write(link.pack(link.MESSAGE, call.number, flags=flags), *pieces)
         if flags & link.LAST:
             self._forget(call)
+        self._socket.write(link.pack(link.MESSAGE, call.number, flags=flags), *pieces)
+        if flags & link.LAST:
             return
         await self._socket.drain()
         if self._is_front_end:
@@ -316,8 +320,8 @@ class Connection:
             body = status.SerializeToString()
             if len(body) + link.ENVELOPE.size > link.MAX_PACKET_BYTES:
                 body = status_pb2.Status(code=status.code, message=status.message[:1000]).SerializeToString()
+            self._forget(call)  # first: what waits in the socket is held, which may end this call
             self._socket.write(link.pack(link.STATUS, call.number, amount=round(call.hold_s * 1e6)), body)
-            self._forget(call)
 
     def _refuse(self, call: Call, status: status_pb2.Status) -> None:
         """End a call whose handler has not begun."""

@@ -24,29 +24,32 @@ class Held:
     # What ends each. Not in the share: whom it ends has the share, and such a circle waits for the garbage collector.
     shares: dict[Share, Callable[[str], None]] = field(default_factory=dict)
 
-    def join(self, end: Callable[[str], None]) -> Share:
-        """A part for a connection or a call. end: ends it, which has to `leave`."""
-        share = Share(self)
+    def join(self, end: Callable[[str], None], of: str = "connection") -> Share:
+        """A part for a connection or a call, as `of` says. end: ends it, which has to `leave`, or to give back."""
+        share = Share(self, of)
         self.shares[share] = end
         return share
 
 
 @dataclass(eq=False)
 class Share:
-    """The part of what is held that one connection makes the server hold, or one call."""
+    """The part of what is held that one connection makes the server hold, or one call. What left holds nothing."""
 
     held: Held
+    of: str
     num_bytes: int = 0
 
     def take(self, num_bytes: int) -> None:
         """Count bytes. May end what this share is of, or another."""
         held = self.held
+        if self not in held.shares:
+            return
         self.num_bytes += num_bytes
         held.num_bytes += num_bytes
         if held.num_bytes > held.max_bytes:
             most = max(held.shares, key=lambda one: one.num_bytes)
             held.shares[most](
-                "the server holds too much for this connection: it has to read its replies sooner, or to send less"
+                f"the server holds too much for this {most.of}: it has to read its replies sooner, or to send less"
             )
 
     def give_back(self, num_bytes: int) -> None:

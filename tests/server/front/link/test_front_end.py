@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ HELD_BYTES = 1_000_000
 class Rig(RawLink):
     """The front end's end of a connection. The method `ask` tells whom a call is from; `hold` reads its first message,
     and the others once it may; `flood` answers with replies until it is cancelled; `echo` answers with the request,
-    once it may."""
+    once it may; `linger` takes that long to be cancelled."""
 
     def __init__(self, held_bytes: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -51,6 +52,7 @@ class Rig(RawLink):
             b"hold": grpc.stream_unary_rpc_method_handler(self._hold),
             b"flood": grpc.unary_stream_rpc_method_handler(self._flood),
             b"echo": grpc.unary_unary_rpc_method_handler(self._echo),
+            b"linger": grpc.stream_unary_rpc_method_handler(self._linger),
         }
         observer: Any = SimpleNamespace(refused=lambda reason, count: None)
         buffer = memoryview(bytearray(link.MAX_PACKET_BYTES))
@@ -76,6 +78,12 @@ class Rig(RawLink):
     async def _echo(self, body: bytes, context: Any) -> bytes:
         await self.may_echo.wait()
         return body
+
+    async def _linger(self, _: Any, context: Any) -> bytes:
+        with suppress(asyncio.CancelledError):
+            await self.may_read.wait()
+        await self.may_echo.wait()
+        return b""
 
     async def go(self, number: int, method: bytes, client: bytes, body: bytes = b"", flags: int = 0) -> None:
         """Begin a call of a client."""
@@ -135,6 +143,60 @@ async def test_the_call_that_makes_it_hold_most_ends_and_no_other(rig: Rig) -> N
     rig.may_read.set()
     await rig.send(link.pack(link.MESSAGE, 1, flags=link.LAST | link.EMPTY))
     assert (await rig.packet(link.MESSAGE)).body == b"%d" % (3 * len(body))
+
+
+async def test_a_call_that_is_ended_is_not_ended_again_in_place_of_others(rig: Rig) -> None:
+    body = bytes(100_000)
+    for number, method, client, count in ((1, b"linger", b"a", 5), (2, b"hold", b"b", 4)):
+        await rig.go(number, method, client, body)
+        for _ in range(count):
+            await rig.send(link.pack(link.MESSAGE, number) + body)
+    ended = await rig.packet(link.STATUS)
+    assert (ended.envelope.call, ended.status.code) == (1, code_pb2.UNAVAILABLE)
+    assert "too much for this call" in ended.status.message
+    assert rig.held.num_bytes == 5 * len(body) and len(rig.connection.tasks) == 2
+    for _ in range(6):
+        await rig.send(link.pack(link.MESSAGE, 2) + body)
+    assert (await rig.packet(link.STATUS)).envelope.call == 2
+    assert rig.held.num_bytes == 0
+    rig.may_echo.set()
+
+
+async def test_a_call_is_ended_once_where_its_status_has_to_wait(rig: Rig) -> None:
+    body = bytes(100_000)
+    await rig.go(1, b"hold", b"a", body)
+    for _ in range(3):
+        await rig.send(link.pack(link.MESSAGE, 1) + body)
+    echoes = range(2, 8)
+    for number in echoes:
+        await rig.go(number, b"echo", b"b", body, link.LAST)
+    await until(lambda: rig.held.num_bytes == 10 * len(body))
+    rig.may_echo.set()  # nobody reads the answers: they wait in the socket, and then behind it
+    came = [await rig.receive() for _ in (1, *echoes)]
+    ended = [(packet.envelope.call, packet.kind) for packet in came if packet is not None]
+    assert sorted(ended) == [(1, link.STATUS), *((number, link.MESSAGE) for number in echoes)]
+    await rig.go(8, b"ask", b"c", flags=link.LAST)
+    assert (await rig.packet(link.MESSAGE)).body == b"c"  # and nothing came before
+
+
+async def test_a_call_that_is_ended_gives_the_place_that_it_kept_back_once(rig: Rig) -> None:
+    place, fd = await rig.memory(1 << 19)
+    os.close(fd)
+    large = place._replace(size=400_000)
+    await rig.go(2, b"echo", b"a", large.packed(), link.PLACED | link.LAST)
+    for number in (3, 4):
+        await rig.go(number, b"hold", b"b", bytes(100_000))
+        for _ in range(2):
+            await rig.send(link.pack(link.MESSAGE, number) + bytes(100_000))
+    await rig.go(5, b"hold", b"b", bytes(1))
+    more = place._replace(size=500_000)  # too much with its first message
+    await rig.go(6, b"echo", b"b", more.packed(), link.PLACED | link.LAST)
+    for number, kept in ((2, large), (6, more)):
+        came = {packet.kind: packet for packet in [await rig.receive() for _ in range(2)] if packet is not None}
+        assert came[link.STATUS].envelope.call == came[link.TAKEN].envelope.call == number
+        assert came[link.TAKEN].place == kept
+    await rig.go(7, b"ask", b"c", flags=link.LAST)
+    assert (await rig.packet(link.MESSAGE)).body == b"c"  # and nothing came before
 
 
 async def test_a_large_message_leaves_its_memory_before_it_is_read(rig: Rig) -> None:

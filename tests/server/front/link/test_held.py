@@ -133,3 +133,15 @@ async def test_who_has_too_much_in_hand_is_ended_before_more_is_copied(rig: Rig)
     await rig.turns()
     assert (rig.num_read, rig.num_copied) == (4, 4)
     assert rig.ends == [rig.connection] and rig.held.num_bytes == 0
+
+
+def test_who_left_holds_nothing_and_nobody_is_ended_for_it() -> None:
+    ends = list[str]()
+    held = Held(100)
+    left, stays = held.join(ends.append), held.join(ends.append)
+    left.take(60)
+    left.leave()
+    left.take(90)  # what has begun goes on for a while
+    stays.take(60)
+    left.give_back(90)
+    assert (ends, left.num_bytes, held.num_bytes) == ([], 0, 60)
