@@ -67,15 +67,16 @@ class RequestIds:
         content: what the call asks for. A call that is cancelled cancels no work. Raises what the work raises, and
         RequestError INVALID_REQUEST when the id came with other content before; TOO_MANY_CALLS.
         """
-        number, key, digest = principal.number, (method, request_id), _digest(content)
-        running = self._running.get((number, key))
-        if running is not None:
-            self._repeated(running[0], digest)
-            return await asyncio.shield(running[1])
         reply = self.find(principal, method, request_id, content)
         if reply is not None:
             return reply
+        number, key = principal.number, (method, request_id)
+        running = self._running.get((number, key))
+        if running is not None:
+            self.num_repeated += 1
+            return await asyncio.shield(running[1])
         self._check_room(number)
+        digest = _digest(content)
         task = asyncio.create_task(self._run(number, key, digest, work))
         task.add_done_callback(_heard)
         self._running[number, key] = digest, task
@@ -83,13 +84,19 @@ class RequestIds:
         return await asyncio.shield(task)
 
     def find(self, principal: Principal, method: str, request_id: bytes, content: bytes) -> bytes | None:
-        """The reply that a call had which is done, None where there was none. Raises as `once` for other content."""
-        self._forget_old(principal.number)
-        kept = self._done.get(principal.number)
-        done = None if kept is None else kept.get((method, request_id))
+        """The reply that a call had which is done, None where there was none, or it is under way. Raises as `once` for
+        other content."""
+        number, key = principal.number, (method, request_id)
+        self._forget_old(number)
+        running, kept = self._running.get((number, key)), self._done.get(number)
+        done = None if kept is None else kept.get(key)
+        before = running[0] if running is not None else done.content if done is not None else None
+        if before not in (None, _digest(content)):
+            message = "request_id: it came with another request before; draw a new one for each call"
+            raise RequestError(Reason.INVALID_REQUEST, message, field="request_id")
         if done is None:
             return None
-        self._repeated(done.content, _digest(content))
+        self.num_repeated += 1
         return done.reply
 
     def add(self, principal: Principal, method: str, request_id: bytes, content: bytes, reply: bytes) -> None:
@@ -113,13 +120,6 @@ class RequestIds:
             self._running_of[number] -= 1
         return reply
 
-    def _repeated(self, before: bytes, content: bytes) -> None:
-        """A call came again. Raises RequestError INVALID_REQUEST where it asks for something else."""
-        if before != content:
-            message = "request_id: it came with another request before; draw a new one for each call"
-            raise RequestError(Reason.INVALID_REQUEST, message, field="request_id")
-        self.num_repeated += 1
-
     def _check_room(self, number: int) -> None:
         own, free = self._running_of[number], MAX_RUNNING - len(self._running)
         if free <= own or not free:
@@ -129,7 +129,11 @@ class RequestIds:
             raise RequestError(Reason.TOO_MANY_CALLS, message, retry_after_s=0.1)
 
     def _keep(self, number: int, key: Key, outcome: _Outcome) -> None:
-        self._done.setdefault(number, OrderedDict())[key] = outcome
+        kept = self._done.setdefault(number, OrderedDict())
+        former = kept.pop(key, None)
+        if former is not None:
+            self._count(number, former, -1)
+        kept[key] = outcome
         self._count(number, outcome, 1)
         while self.used_bytes > self._limit_bytes:
             self._forget_oldest(max(self._bytes_of, key=lambda one: self._bytes_of[one]))

@@ -119,6 +119,33 @@ async def test_an_id_is_of_one_content_principal_and_method(is_held: bool) -> No
     assert await first == b"done"
 
 
+async def test_an_id_that_is_under_way_is_not_another_content_s_where_nothing_is_waited_for() -> None:
+    ids, work = Ids(), Work(is_held=True)
+    call = asyncio.create_task(ids.once(work, content=b"a sequence"))
+    await work.has_begun.wait()
+    with pytest.raises(RequestError, match="it came with another request before"):
+        ids.table.find(ALICE, "Fork", b"a", b"a snapshot")
+    assert ids.table.find(ALICE, "Fork", b"a", b"a sequence") is None and ids.table.num_repeated == 0
+    work.may_end.set()
+    assert await call == b"done" == ids.table.find(ALICE, "Fork", b"a", b"a sequence")
+
+
+async def test_an_outcome_in_place_of_another_is_counted_alone() -> None:
+    ids = Ids(limit_bytes=4 * (ENTRY_BYTES + 4))
+    for _ in range(100):
+        ids.table.add(ALICE, "Import", b"a", b"", b"long" * 99)
+        ids.table.add(ALICE, "Import", b"a", b"", b"done")
+    assert ids.table.used_bytes == ENTRY_BYTES + 4
+    ids.table.add(ALICE, "Import", b"b", b"", b"done")
+    ids.now_s = LIFE_S - 1
+    ids.table.add(ALICE, "Import", b"a", b"", b"done")  # lives on from here, behind the other
+    ids.now_s = LIFE_S
+    assert ids.table.find(ALICE, "Import", b"b", b"") is None
+    assert ids.table.find(ALICE, "Import", b"a", b"") == b"done"
+    ids.now_s += LIFE_S
+    assert ids.table.find(ALICE, "Import", b"a", b"") is None and ids.table.used_bytes == 0
+
+
 async def test_of_what_was_refused_nothing_is_remembered() -> None:
     ids, work = Ids(), Work(b"", is_held=True)
     calls = [asyncio.create_task(ids.once(work)) for _ in range(2)]
