@@ -97,7 +97,7 @@ class Scheduler:
         """Refuse what waits and what comes, UNAVAILABLE STOPPING; what has begun is finished. Idempotent."""
         self._is_stopped = True
         self._queue.refuse_all(Reason.STOPPING)
-        self._run_places()
+        self._queue.places.run()
         self._queue.finish()
 
     def halt(self) -> None:
@@ -144,7 +144,7 @@ class Scheduler:
         if self._is_stopped or self.has_failed:
             raise RequestError(Reason.STOPPING, "the server is stopping")
         self._queue.places.take(slots, on_reached)
-        self._guarded(self._run_places)
+        self._guarded(self._queue.places.run)
 
     def reserve_replies(self, principal: Principal, num_bytes: int) -> None:
         """Set bytes aside for replies that come from elsewhere. Raises RequestError REPLY_BYTES_EXHAUSTED."""
@@ -192,7 +192,7 @@ class Scheduler:
         if queue.deadlines and queue.deadlines[0][0] <= now_s:
             queue.drop_overdue(now_s)
         if queue.places.has_any:
-            self._run_places()
+            queue.places.run()
         while len(batches) < MAX_BATCHES_IN_FLIGHT and queue.ready_spans:
             if batches and not has_waited and self._must_wait(now_s):
                 break
@@ -200,16 +200,11 @@ class Scheduler:
                 if self._start(span, now_s):
                     break
         if queue.places.has_any and not batches:  # what was refused meanwhile may have been all that they waited for
-            self._run_places()
+            queue.places.run()
             if queue.ready_spans:
                 self._pump_soon()
         if queue.ended:
             queue.finish()
-
-    def _run_places(self) -> None:
-        """Do what has a place among the steps and is reached; what is left of it soon."""
-        if self._queue.places.run():
-            self._pump_soon()
 
     def _must_wait(self, now_s: float) -> bool:
         """Whether the batch behind the running one should wait for rows that may come, and see to it that it ends.

@@ -137,7 +137,7 @@ class Places:
         their request, and positions in its admission."""
         self._table, self._indexes, self._may_run = table, indexes, may_run
         self.wake: Callable[[], None] = lambda: None
-        """Called when `run` has something to do."""
+        """Called when `run` is to be called soon, in another turn of the event loop."""
         self.has_any = False
         self._num_taken = self._num_places = 0
         self._of_slot: dict[int, deque[Place]] = {}
@@ -184,16 +184,18 @@ class Places:
             if number or self._is_awaited[slot]:
                 self._reach_on_one(place)
         self._last_free[:, slot], self._is_awaited[slot] = _NO_PLACE, False
+        if self._reached:
+            self.wake()
 
-    def run(self) -> bool:
-        """Tell of the places that are reached, and let what waits behind them run; whether to call again, in another
-        turn of the event loop, for there are many."""
+    def run(self) -> None:
+        """Tell of the places that are reached, and let what waits behind them run; where there are many, of the rest in
+        another turn of the event loop."""
         while self._left:
             self._pass(self._left.pop())
         self._find_reached(np.flatnonzero(self._is_awaited))
         for _ in range(_AT_ONCE):
             if not self._reached:
-                return False
+                return
             _, place = heapq.heappop(self._reached)
             kept_for = place.on_reached(place.dropped)
             if kept_for is not None:
@@ -201,7 +203,8 @@ class Places:
                 continue
             self._pass(place)
             self._find_reached(place.slots[self._is_awaited[place.slots]])
-        return bool(self._reached)
+        if self._reached:
+            self.wake()
 
     def _leave(self, place: Place, _: object) -> None:
         """What a place was kept for is done."""

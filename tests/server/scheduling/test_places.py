@@ -306,6 +306,23 @@ async def test_a_fork_is_told_of_a_refusal_with_nothing_in_flight() -> None:
             await asyncio.wait_for(waits, 10)
 
 
+async def test_a_sequence_that_ends_behind_a_place_that_is_kept_is_told_at_once() -> None:
+    rig = Rig(snapshot_lines=8)
+    one, other = rig.open(2)
+    kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    rig.scheduler.in_order(rig.slots(one, other), lambda dropped: kept)
+    made = create(rig, one)
+    await turns()
+    rig.close(one)
+    with refuses(Reason.SEQUENCE_CLOSED):
+        await asyncio.wait_for(made, 10)
+    behind = decode(rig, other, 1)
+    await turns()
+    assert not behind.done()
+    kept.set_result(None)
+    await finished(rig, behind)
+
+
 class Taken:
     """A place over sequences: their last steps then, and their steps that were in flight; and what was told of it."""
 
