@@ -29,6 +29,7 @@ from deltaline_server.scheduling.pending import PendingStep, RowState
 from deltaline_server.scheduling.queue import Load, Queue
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
 from deltaline_server.scheduling.step_index import OnReached
+from deltaline_server.scheduling.tick import Tick
 from deltaline_server.scheduling.use import Use
 from deltaline_server.scheduling.waypoints import Waypoints
 from deltaline_server.step import BatchResult, Limits, RowKind, RowOutcome, StepRequest, StepResult
@@ -62,11 +63,13 @@ class Scheduler:
         """clock: monotonic seconds, called on the engine's threads too."""
         self._table, self._observer, self._clock = table, observer, clock
         self._queue = Queue(table, limits, observer, clock)
-        self.adapter_wait = AdapterWait(table.adapters, self._queue.ready, self._guarded, self._pump)
+        places, tick = self._queue.places, Tick(self._guarded, self._pump)
+        self.adapter_wait = AdapterWait(table.adapters, self._queue.ready, self._guarded, self._pump, tick.begin)
+        tick.on_tick = self.adapter_wait.ticked, lambda: places.has_any
         self._batch_time = BatchTimeModel(table.ledger.num_spans, limits.chunk_tokens)
         self._in_flight = InFlight(engine, self._landed, clock)
         self._waypoints = Waypoints(waypoints, self._queue, self._pump_soon)
-        table.on_freed, self._queue.places.wake = self._freed, self._pump_soon
+        table.on_freed, places.wake, places.on_kept = self._freed, self._pump_soon, tick.begin
         table.on_let_go = partial(self._guarded, self._queue.let_go)
         self._unsettled: tuple[BatchInFlight, BatchResult] | None = None
         self._due: asyncio.TimerHandle | None = None

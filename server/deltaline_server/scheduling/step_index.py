@@ -138,6 +138,8 @@ class Places:
         self._table, self._indexes, self._may_run = table, indexes, may_run
         self.wake: Callable[[], None] = lambda: None
         """Called when `run` is to be called soon, in another turn of the event loop."""
+        self.on_kept: Callable[[], None] = lambda: None
+        """Called when a place is kept: what waits behind it may do so for long, with nothing in flight."""
         self.has_any = False
         self._num_taken = self._num_places = 0
         self._of_slot: dict[int, deque[Place]] = {}
@@ -200,6 +202,7 @@ class Places:
             kept_for = place.on_reached(place.dropped)
             if kept_for is not None:
                 kept_for.add_done_callback(partial(self._leave, place))
+                self.on_kept()
                 continue
             self._pass(place)
             self._find_reached(place.slots[self._is_awaited[place.slots]])

@@ -15,6 +15,7 @@ from rigs.seeds import seeds
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import ANONYMOUS
+from deltaline_server.scheduling.tick import TICK_S
 from deltaline_server.step import StepResult
 from deltaline_server.tables.open_tokens import Opened
 
@@ -321,6 +322,31 @@ async def test_a_sequence_that_ends_behind_a_place_that_is_kept_is_told_at_once(
     assert not behind.done()
     kept.set_result(None)
     await finished(rig, behind)
+
+
+async def test_a_deadline_passes_behind_a_place_that_is_kept_while_the_device_has_nothing_to_do() -> None:
+    num_looks = 0
+
+    def clock() -> float:
+        nonlocal num_looks
+        num_looks += 1
+        return rig.now
+
+    rig = Rig(clock=clock)
+    (one,) = rig.open()
+    kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    rig.scheduler.in_order(rig.slots(one), lambda dropped: kept)
+    patient, late, behind = (decode(rig, one, 1 + i, deadline_s=rig.now + s) for i, s in enumerate((100, 1, 100)))
+    rig.now += 2
+    results = await asyncio.wait_for(asyncio.gather(late, behind), 10)
+    assert [reason(one) for one in results] == [Reason.QUEUE_DEADLINE, Reason.PREDECESSOR_REFUSED]
+    assert not patient.done() and not rig.engine.batches
+    again = decode(rig, one, 2)
+    kept.set_result(None)
+    assert [outputs(one) for one in await finished(rig, patient, again)] == [[1.0], [checksum([1, 2])]]
+    looks_before = num_looks
+    await asyncio.sleep(5 * TICK_S)
+    assert num_looks <= looks_before + 1, "it ticks on with nothing to look after"
 
 
 class Taken:

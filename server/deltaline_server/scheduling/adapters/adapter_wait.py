@@ -13,11 +13,8 @@ from deltaline_server.scheduling.adapters.batch_adapters import BatchAdapters
 from deltaline_server.scheduling.ready import ReadyQueue
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 
-# While rows wait for their adapters the device may have nothing else to do: how often their deadlines are looked at,
-# seconds. An adapter that arrives is reported at once.
-TICK_S = 0.02
-# So many ticks later their adapters are asked for again: one may have been promised to others, or gone wrong. With
-# hundreds of them that takes milliseconds.
+# An adapter that arrives is reported at once. After so many ticks those that rows wait for are asked for again: one may
+# have been promised to others, or gone wrong. With hundreds of them that takes milliseconds.
 ASK_TICKS = 5
 
 
@@ -30,11 +27,12 @@ class AdapterWait:
         ready: Sequence[ReadyQueue],
         guarded: Callable[[Callable[[], None]], None],
         pump: Callable[[], None],
+        watch: Callable[[], None],
     ) -> None:
-        """guarded: calls something, and handles what it raises. pump: drops overdue rows, and runs those that may."""
+        """guarded, pump: as Tick's. watch: called when a row begins to wait; `ticked` is to be called from then on."""
         self._adapters, self._ready, self._guarded, self._pump = adapters, ready, guarded, pump
+        self._watch = watch
         self._arrived: list[int] = []
-        self._timer: asyncio.TimerHandle | None = None
         self._num_ticks = 0
 
     @property
@@ -53,6 +51,15 @@ class AdapterWait:
             asyncio.get_running_loop().call_soon(self._guarded, self._wake_arrived)
         self._arrived.append(number)
 
+    def ticked(self) -> bool:
+        """Look after the rows that wait; whether there are any."""
+        if self.num_waiting:
+            self._num_ticks += 1
+            if self._num_ticks % ASK_TICKS == 0:
+                self._ask_again()
+                self._pump()
+        return self.num_waiting > 0
+
     def _wake_arrived(self) -> None:
         arrived, self._arrived = self._arrived, []
         for number in arrived:
@@ -62,21 +69,6 @@ class AdapterWait:
     def _wake(self, number: int) -> None:
         for ready in self._ready:
             ready.wake(number)
-
-    def _watch(self) -> None:
-        """Look after the rows that wait."""
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._guarded, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        self._num_ticks += 1
-        self._pump()
-        if self._num_ticks % ASK_TICKS == 0:
-            self._ask_again()
-            self._pump()
-        if self.num_waiting:
-            self._watch()
 
     def _ask_again(self) -> None:
         """Ask for every adapter that rows still wait for; those that nobody waits for any more are not brought."""
