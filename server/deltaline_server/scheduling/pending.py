@@ -163,8 +163,9 @@ class PendingStep:
         """An admitted row (a position in the admission) does not run after all, or its computation failed."""
         self.state[index] = RowState.REFUSED
         self.has_failures = self.has_padding = True
-        self.num_unfinished -= 1
         row = int(self.admission.rows[index])
+        self.num_unfinished -= 2 if row in self.ends else 1
+        self.ends.discard(row)
         self.refusals[row] = refusal
         self._set_refusal(row, refusal)
 

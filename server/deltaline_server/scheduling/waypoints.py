@@ -75,11 +75,12 @@ class Waypoints:
 
     def _reached(self, pending: PendingStep, row: int, slot: int, dropped: set[int]) -> None:
         """All steps before the place behind a row are over: leave a state there, unless the row was refused."""
+        if row not in pending.ends:
+            return
         pending.ends.remove(row)
         pending.num_unfinished -= 1
-        if row not in pending.refusals:
-            place = self.table.at_end(pending.request, row, slot, pending.form.waypoints[row])
-            pending.left[row] += [] if place is None else [place]
+        place = self.table.at_end(pending.request, row, slot, pending.form.waypoints[row])
+        pending.left[row] += [] if place is None else [place]
         if not pending.num_unfinished:
             self._queue.ended.append(pending)
             self._pump_soon()

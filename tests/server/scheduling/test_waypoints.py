@@ -95,6 +95,24 @@ async def test_of_several_rows_each_has_its_own() -> None:
         assert await decoded(rig, child, place.position) == [checksum([*tokens(place.position, 1 + row), 9.0])]
 
 
+async def test_a_row_that_is_refused_before_a_place_is_left_is_told_at_once() -> None:
+    rig = make_rig()
+    (parent,) = rig.open()
+    kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    rig.scheduler.in_order(rig.slots(parent), lambda dropped: kept)
+    step = (parent, PREFILL, 1, 0, -1, tokens(130))
+    late = rig.submit(rig.request(step, **named(64, at_end=True), deadline_s=rig.now + 1))
+    rig.now += 2
+    assert reason(await asyncio.wait_for(late, 10)) is Reason.QUEUE_DEADLINE
+    again = rig.submit(rig.request(step, **named(64, at_end=True)))
+    await turns()
+    assert not again.done()
+    kept.set_result(None)
+    assert left(await asyncio.wait_for(again, 10)) == [(64, ""), (130, "")]
+    await rig.scheduler.drained()
+    assert rig.scheduler.load().queued_rows == 0
+
+
 async def test_a_repeat_is_told_the_same_and_others_conflict() -> None:
     rig = make_rig()
     (parent,) = rig.open()
