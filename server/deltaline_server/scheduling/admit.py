@@ -24,7 +24,7 @@ def admit(request: StepRequest, table: SequenceTable, queue: Queue) -> tuple[Pen
     """Judge every row, and take what the new ones need: bytes of replies, pages, their place in the ledger.
 
     Returns the pending step, and the slots whose lease the request renews. Raises RequestError (QUEUE_FULL,
-    REPLY_BYTES_EXHAUSTED) when the request can't be taken; then no row was touched.
+    QUOTA_EXCEEDED, REPLY_BYTES_EXHAUSTED) when the request can't be taken; then no row was touched.
     """
     form, ledger, pages = request.form, table.ledger, table.pages
     slots, states = table.lookup(form.server_epoch, form.handle, request.principal)

@@ -114,7 +114,7 @@ class Scheduler:
 
         The work is done and its reply is kept whoever has gone meanwhile; `on_done` may not raise. reply_turns: of the
         event loop, from `on_done` until the reply has left: the books are settled behind it. Raises RequestError
-        (QUEUE_FULL, REPLY_BYTES_EXHAUSTED, STOPPING) when the request can't be taken; then no row was touched.
+        (QUEUE_FULL, QUOTA_EXCEEDED, REPLY_BYTES_EXHAUSTED, STOPPING) when it can't be taken; then no row was touched.
         """
         if self._unsettled is not None:
             self.settle()
