@@ -130,7 +130,8 @@ class Eviction:
         places = np.flatnonzero(self._is_held & ~self._is_pinned)
         costs[places] = worth = self._worth(places) * (1.0 if by_size else self._size[places])
         if len(places):
-            costs[places[~self._has_share(places)]] += worth.max()
+            # 1 for those that are worth nothing, or so little that the sum would not tell it.
+            costs[places[~self._has_share(places)]] += 1.0 + worth.max()
         return costs
 
     def victims(self, count: int) -> list[bytes]:

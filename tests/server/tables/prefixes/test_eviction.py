@@ -117,6 +117,15 @@ def test_who_floods_the_server_loses_their_own() -> None:
     assert victim is not None and victim.startswith(b"quiet")  # all others are pinned
 
 
+def test_who_holds_less_than_a_share_keeps_even_what_saves_nothing() -> None:
+    eviction = Eviction(4)
+    eviction.stored(b"quiet", 0, None, owner=1)
+    for name in (b"flood", b"flood, pinned"):
+        eviction.stored(name, 100, None, owner=2)
+    eviction.pin(b"flood, pinned", True)
+    assert eviction.snapshot_at(int(eviction.costs(by_size=False).argmin())) == b"flood"
+
+
 def test_wrong_calls_change_nothing() -> None:
     eviction = Eviction(2)
     chain(eviction, b"a", b"b")
