@@ -141,10 +141,19 @@ class PathLru(NodeLru):
             super().consumed(each)
 
 
+class Ours(Eviction):
+    """The one that it costs least to lose gives way: the server's own choice where a line is all that is short."""
+
+    def victim(self) -> bytes | None:
+        costs = self.costs(by_size=False)
+        place = int(costs.argmin())
+        return self.snapshot_at(place) if np.isfinite(costs[place]) else None
+
+
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "path LRU": lambda lines: PathLru(),
     "node LRU": lambda lines: NodeLru(),
-    "ours": Eviction,
+    "ours": Ours,
 }
 
 

@@ -49,9 +49,7 @@ class Eviction:
         self._num_held = Counter[int]()
         # Of each kind and age: uses, and events that snapshots have spent there.
         self._uses, self._events = np.zeros(_KINDS * _AGES), np.zeros(_KINDS * _AGES)
-        self._counted = self._halved = self._looked = 0
-        # Those that give way next, the first one last, and when each was last stored or used.
-        self._next: list[tuple[bytes, int]] = []
+        self._counted = self._halved = 0
 
     def __len__(self) -> int:
         return len(self._places)
@@ -133,39 +131,6 @@ class Eviction:
             # 1 for those that are worth nothing, or so little that the sum would not tell it.
             costs[places[~self._has_share(places)]] += 1.0 + worth.max()
         return costs
-
-    def victims(self, count: int) -> list[bytes]:
-        """The snapshots that give way first, at most `count`, the first one in front; none is pinned. Changes nothing.
-
-        As long as there are any of owners who hold an equal share or more, only of those.
-        """
-        places = np.flatnonzero(self._is_held & ~self._is_pinned)
-        has_share = self._has_share(places)
-        places = places[has_share] if has_share.any() else places
-        worth = self._worth(places)
-        if count < len(places):
-            least = np.argpartition(worth, count)[:count] if count > 1 else np.array([worth.argmin()])
-            places, worth = places[least], worth[least]
-        ordered = places[np.argsort(worth, kind="stable")]
-        return [snapshot for place in ordered.tolist() if (snapshot := self._snapshots[place]) is not None]
-
-    def victim(self) -> bytes | None:
-        """The snapshot that gives way first, as of one of the last few events; None where all are pinned.
-
-        A 256th of the snapshots are looked for at a time, and again when they are gone or many events have passed.
-        """
-        if self._now - self._looked > len(self._places) // 64:
-            self._next.clear()
-        while self._next:
-            snapshot, touched = self._next[-1]
-            place = self._places.get(snapshot)
-            if place is not None and not self._is_pinned[place] and self._touched[place] == touched:
-                return snapshot
-            self._next.pop()
-        self._looked = self._now
-        found = self.victims(1 + len(self._places) // 256)
-        self._next = [(each, int(self._touched[self._places[each]])) for each in reversed(found)]
-        return found[0] if found else None
 
     def _has_share(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether the owner of each snapshot holds an equal share of them or more, bool [N]."""

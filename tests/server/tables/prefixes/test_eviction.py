@@ -13,6 +13,13 @@ from rigs.seeds import seeds
 from deltaline_server.tables.prefixes.eviction import Eviction
 
 
+def victims(eviction: Eviction, count: int, *, by_size: bool = False) -> list[bytes]:
+    """At most so many of those that may give way, the one that it costs least to lose in front: as Room chooses."""
+    costs = eviction.costs(by_size=by_size)
+    places = np.argsort(costs, kind="stable")[: int(np.isfinite(costs).sum())]
+    return [eviction.snapshot_at(place) for place in places[:count].tolist()]
+
+
 def chain(eviction: Eviction, *names: bytes, step: int = 100, owner: int = 0) -> None:
     """Snapshots that continue one another, the first one nothing."""
     for i, name in enumerate(names):
@@ -21,21 +28,21 @@ def chain(eviction: Eviction, *names: bytes, step: int = 100, owner: int = 0) ->
 
 def test_without_snapshots_or_with_pinned_ones_alone_nothing_gives_way() -> None:
     eviction = Eviction(2)
-    assert eviction.victim() is None and eviction.victims(3) == []
+    assert victims(eviction, 3) == []
     chain(eviction, b"a", b"b")
     eviction.pin(b"a", True)
-    assert eviction.victim() == b"b"
-    eviction.pin(b"b", True)  # after it was looked for
-    assert eviction.victim() is None
+    assert victims(eviction, 3) == [b"b"]
+    eviction.pin(b"b", True)
+    assert victims(eviction, 3) == []
     eviction.pin(b"a", False)
-    assert eviction.victim() == b"a"
+    assert victims(eviction, 3) == [b"a"]
 
 
 def test_what_a_conversation_has_passed_gives_way_before_its_end() -> None:
     eviction = Eviction(8)
     chain(eviction, b"old tail", step=300)
     chain(eviction, b"passed 1", b"passed 2", b"tail")
-    assert set(eviction.victims(2)) == {b"passed 1", b"passed 2"}
+    assert set(victims(eviction, 2)) == {b"passed 1", b"passed 2"}
 
 
 def test_branch_points_stay_longer_than_what_is_passed() -> None:
@@ -44,7 +51,7 @@ def test_branch_points_stay_longer_than_what_is_passed() -> None:
     eviction.stored(b"passed", 100, None)
     for name, continues in ((b"a", b"branch"), (b"b", b"branch"), (b"c", b"passed")):
         eviction.stored(name, 200, continues)
-    assert eviction.victim() == b"passed"
+    assert victims(eviction, 1) == [b"passed"]
 
 
 def test_use_refreshes_what_was_used_and_not_the_path_to_it() -> None:
@@ -53,8 +60,8 @@ def test_use_refreshes_what_was_used_and_not_the_path_to_it() -> None:
         chain(eviction, name + b" passed", name)
     for _ in range(20):
         eviction.consumed(b"x")
-    assert set(eviction.victims(2)) == {b"x passed", b"y passed"}
-    assert eviction.victims(4)[2:] == [b"y", b"x"]
+    assert set(victims(eviction, 2)) == {b"x passed", b"y passed"}
+    assert victims(eviction, 4)[2:] == [b"y", b"x"]
 
 
 def test_of_alike_snapshots_the_one_that_saves_fewer_tokens_gives_way() -> None:
@@ -66,16 +73,16 @@ def test_of_alike_snapshots_the_one_that_saves_fewer_tokens_gives_way() -> None:
     eviction.pin(b"clock", True)
     for _ in range(12):  # so that all are of one age
         eviction.consumed(b"clock")
-    assert eviction.victims(3)[-1] == b"own"
+    assert victims(eviction, 3)[-1] == b"own"
     eviction.gone(b"root")  # nothing is left to fall back on
-    assert eviction.victims(2) == [b"own", b"deep"]
+    assert victims(eviction, 2) == [b"own", b"deep"]
 
 
 def test_what_takes_more_of_what_is_short_gives_way_first() -> None:
     eviction = Eviction(4)
     eviction.stored(b"small", 100, None, size=1.0)
     eviction.stored(b"large", 100, None, size=10.0)
-    assert eviction.victims(2) == [b"large", b"small"]
+    assert victims(eviction, 2, by_size=True) == [b"large", b"small"]
 
 
 def test_the_measured_outweighs_the_assumed() -> None:
@@ -88,9 +95,7 @@ def test_the_measured_outweighs_the_assumed() -> None:
         if source is not None and source in eviction:
             eviction.consumed(source)
         while len(eviction) > 62:
-            victim = eviction.victim()
-            assert victim is not None
-            eviction.gone(victim)
+            eviction.gone(*victims(eviction, 1))
         prompt, generated = b"prompt %d" % turn, b"generated %d" % turn
         eviction.stored(prompt, 200 * turn + 100, source)
         eviction.stored(generated, 200 * turn + 200, prompt)
@@ -105,16 +110,16 @@ def test_who_floods_the_server_loses_their_own() -> None:
         eviction.stored(b"quiet %d" % i, 10, None, owner=1)
     for i in range(200):
         while len(eviction) >= 32:
-            victim = eviction.victim()
-            assert victim is not None and not victim.startswith(b"quiet")
+            (victim,) = victims(eviction, 1)
+            assert not victim.startswith(b"quiet")
             eviction.gone(victim)
         eviction.stored(b"flood %d" % i, 10_000, None, owner=2)
         eviction.consumed(b"flood %d" % i)
     for i in range(200):
         if b"flood %d" % i in eviction:
             eviction.pin(b"flood %d" % i, True)
-    victim = eviction.victim()
-    assert victim is not None and victim.startswith(b"quiet")  # all others are pinned
+    (victim,) = victims(eviction, 1)
+    assert victim.startswith(b"quiet")  # all others are pinned
 
 
 def test_who_holds_less_than_a_share_keeps_even_what_saves_nothing() -> None:
@@ -123,7 +128,7 @@ def test_who_holds_less_than_a_share_keeps_even_what_saves_nothing() -> None:
     for name in (b"flood", b"flood, pinned"):
         eviction.stored(name, 100, None, owner=2)
     eviction.pin(b"flood, pinned", True)
-    assert eviction.snapshot_at(int(eviction.costs(by_size=False).argmin())) == b"flood"
+    assert victims(eviction, 2) == [b"flood", b"quiet"]
 
 
 def test_wrong_calls_change_nothing() -> None:
@@ -136,7 +141,7 @@ def test_wrong_calls_change_nothing() -> None:
     eviction.gone(b"unknown")
     eviction.gone(b"a")
     eviction.gone(b"a")
-    assert len(eviction) == 1 and eviction.victim() == b"b"
+    assert len(eviction) == 1 and victims(eviction, 3) == [b"b"]
     eviction.stored(b"c", 1, b"a")  # which is gone
     assert len(eviction) == 2
 
@@ -182,13 +187,13 @@ class Model:
                 for kind in each:
                     each[kind] /= 2  # type: ignore[assignment]
 
-    def worth(self, name: bytes) -> float:
+    def worth(self, name: bytes, by_size: bool) -> float:
         node = self.nodes[name]
         kind = continued, is_passed_by, age = self.kind(node)
         assumed = {0: (1.0, 0.1), 1: (0.1, 0.05)}.get(continued, (1.0, 0.5))[is_passed_by] / 2**age
         chance = (self.uses[kind] + 64 * assumed) / (self.events[kind] + 64)
         saved = node.position - (self.nodes[node.parent].position if node.parent else 0)
-        return float(chance * max(saved, 0) ** 0.5 / node.size)
+        return float(chance * max(saved, 0) ** 0.5 / (node.size if by_size else 1.0))
 
     def can_go(self) -> list[bytes]:
         free = [name for name, node in self.nodes.items() if not node.is_pinned]
@@ -197,13 +202,13 @@ class Model:
         return above or free
 
 
-def check(eviction: Eviction, model: Model, count: int) -> None:
+def check(eviction: Eviction, model: Model, count: int, by_size: bool) -> None:
     """Compare who gives way; of equals either may."""
     candidates = model.can_go()
-    victims = eviction.victims(count)
-    assert len(set(victims)) == len(victims) == min(count, len(candidates)) and set(victims) <= set(candidates)
-    least = sorted(map(model.worth, candidates))[: len(victims)]
-    np.testing.assert_allclose([model.worth(name) for name in victims], least, rtol=1e-9)
+    chosen = victims(eviction, min(count, len(candidates)), by_size=by_size)
+    assert len(set(chosen)) == len(chosen) == min(count, len(candidates)) and set(chosen) <= set(candidates)
+    least = sorted(model.worth(name, by_size) for name in candidates)[: len(chosen)]
+    np.testing.assert_allclose([model.worth(name, by_size) for name in chosen], least, rtol=1e-9)
 
 
 @pytest.mark.parametrize("seed", seeds(10))
@@ -214,11 +219,11 @@ def test_random_operations_agree_with_a_model(seed: int) -> None:
         action, known = draw.random(), list(model.nodes)
         if action < 0.4:
             if len(eviction) == 60:
-                victim = eviction.victim()
-                if victim is None:
+                first = victims(eviction, 1)
+                if not first:
                     continue
-                assert not model.nodes[victim].is_pinned
-                remove(eviction, model, victim)
+                assert not model.nodes[first[0]].is_pinned
+                remove(eviction, model, *first)
             name, continues = b"%016d" % number, draw.choice(names[-40:])
             owner, size = draw.choice([1, 1, 1, 2, 3]), draw.choice([1.0, 2.5])
             parent = model.nodes.get(continues) if continues else None
@@ -242,10 +247,8 @@ def test_random_operations_agree_with_a_model(seed: int) -> None:
         elif known:
             remove(eviction, model, draw.choice(known))
         if number % 7 == 0:
-            check(eviction, model, draw.choice([1, 2, 10, 100]))
-        victim = eviction.victim()
-        assert (victim is None) == (not any(not node.is_pinned for node in model.nodes.values()))
-        assert victim is None or not model.nodes[victim].is_pinned
+            check(eviction, model, draw.choice([1, 2, 10, 100]), draw.choice([False, True]))
+        assert set(victims(eviction, 100)) == {name for name, node in model.nodes.items() if not node.is_pinned}
     assert len(eviction) == len(model.nodes)
 
 
