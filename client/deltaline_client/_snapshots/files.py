@@ -181,9 +181,8 @@ def _loaded(
     timeout_s: float | None,
 ) -> Flow[pb.ImportStateResponse]:
     """What becomes of a state; first: the first message, but for its id."""
-    if not isinstance(
-        source, bytes | str | os.PathLike
-    ):  # open would take a number for a file that is open, and close it
+    # open would take a number for a file that is open, and close it.
+    if not isinstance(source, bytes | str | os.PathLike):
         raise TypeError(f"source: expected a file's path, or the bytes, got {type(source).__name__}")
     first.request_id = secrets.token_bytes(ID_BYTES)
     chunk_bytes = min(CHUNK_BYTES, (yield from info(client)).inline_limit_bytes)
