@@ -19,6 +19,7 @@ from rigs.small_models import HYBRID
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.app import Server
 from deltaline_server.moving import ways
+from deltaline_server.snapshots.sequences.coming import Coming
 
 SWEEP = pytest.param(400, marks=[pytest.mark.sweep, pytest.mark.timeout(1800)])
 
@@ -98,7 +99,7 @@ async def test_steps_go_on_when_the_target_says_nothing(two: Two, monkeypatch: p
         has_come.set()
         await is_over.wait()
 
-    monkeypatch.setattr(two.target.runtime.states, "open_stored", never)
+    monkeypatch.setattr(Coming, "open", never)
     monkeypatch.setattr(ways, "PAUSE_S", 0.5)
     async with Calls() as calls:
         [one] = await calls.open(two.source.address)

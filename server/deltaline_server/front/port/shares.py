@@ -15,6 +15,11 @@ class Shares:
         self.used = 0
         self._of: dict[str, int] = {}
 
+    @property
+    def num_clients(self) -> int:
+        """How many clients have some."""
+        return len(self._of)
+
     def has_room(self, client: str) -> bool:
         """Whether a client may have more."""
         return self._of.get(client, 0) < min(self._most, self.limit - self.used)

@@ -200,14 +200,18 @@ async def test_a_stream_that_can_not_be_sent_ends_as_any_call_that_fails(
 ) -> None:
     aborted = list[bool]()
 
-    def fail(_: object) -> bool:
-        raise error
+    def fail(self: Any, call: Any, body: bytes, *, is_last: bool) -> None:
+        if body == b"2":
+            raise error
+        send(self, call, body, is_last=is_last)
 
-    monkeypatch.setattr(forward._Call, "_is_ahead", fail)
+    send = Conversation.send
+    monkeypatch.setattr(Conversation, "send", fail)
     monkeypatch.setattr("os.abort", lambda: aborted.append(True))
     calling = front.channel.stream_stream(path)()
     await calling.write(b"1")
     call = (await front.receive(link.CALL)).envelope.call
+    await calling.write(b"2")
     assert (await front.receive(link.CANCEL)).envelope.call == call
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await calling.read()

@@ -82,4 +82,4 @@ async def test_nothing_is_kept_of_a_client_whose_calls_are_over(reply: bytes) ->
     await asyncio.create_task(call())
     await asyncio.sleep(0)
     for shares in (made.calls, made.unread):
-        assert shares.used == 0 and not shares._of
+        assert (shares.used, shares.num_clients) == (0, 0)
