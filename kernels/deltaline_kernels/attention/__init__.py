@@ -76,8 +76,7 @@ def flex_decode(
         v_pages: `[pages, page_size, HKV, DV]` likewise; or None, of latents: the values are the first value_dim = DV
             channels of the keys, D up to 512 and 128 more.
         page_table: `[L, max_pages]` int32, a row stride is fine: the page of key j of line l is
-            page_table[l, j // page_size].
-            A page is in one line only.
+            page_table[l, j // page_size]. Lines may share pages.
         modifiers: None: every query sees every key of its row; causality is a modifier. b is the write line, positions
             are absolute.
         scale: of the products; None: D ** -0.5.

@@ -5,6 +5,7 @@ Where rows stand and what they see is read on the device.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from deltaline_kernels.attention.kernel import attend_kernel
 from deltaline_kernels.attention.plan import (
     COMBINE_REGISTERS,
     COMBINES,
+    MOST_PARTIALS,
     Tile,
     choose_group,
     choose_hopper_tile,
@@ -65,13 +67,16 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
     tokens = tile.tokens
     groups = heads.num_queries // group
     tiles = cdiv(max_length, tokens)
+    columns = tokens * group
+    item = columns * heads.value_dim + cdiv(2 * columns, 4) * 4
     num_splits = _most_splits(keys, rows, tile, blocks)
+    while num_splits > rows.num_rows and num_splits * tiles * groups * item > MOST_PARTIALS:
+        tile = replace(tile, split=2 * tile.split)
+        num_splits = _most_splits(keys, rows, tile, blocks)
     split, num_items = tile.split, num_splits * tiles * groups
     if num_splits == rows.num_rows:
         # Nothing to combine.
         split, num_items = 0, min(rows.num_rows * tiles, q.shape[0] // tokens + rows.num_rows) * groups
-    columns = tokens * group
-    item = columns * heads.value_dim + cdiv(2 * columns, 4) * 4
     partials = torch.empty(num_items * item, dtype=torch.float32, device=q.device) if split else q
     sinks, gate, parameters = queries.sinks, queries.gate, queries.modifiers.parameters
     constants = {
@@ -170,13 +175,9 @@ def _launch_attend(
 
 
 def _most_splits(keys: Keys, rows: Rows, tile: Tile, blocks: BlockLists | None) -> int:
-    """Return how many splits all rows can have together: those of each row, or of all pages and a rest for each row."""
+    """Return how many splits all rows can have together, whichever pages they share."""
     if tile.split == 0:
         return rows.num_rows
     if blocks is not None:
         return rows.num_rows * max(1, cdiv(blocks.num_columns, tile.split))
-    most = rows.num_rows * max(1, cdiv(keys.capacity, tile.split))
-    if keys.page_table is None:
-        return most
-    # No page is in two lines.
-    return min(most, keys.k.shape[0] * keys.page_size // tile.split + rows.num_rows)
+    return rows.num_rows * max(1, cdiv(keys.capacity, tile.split))

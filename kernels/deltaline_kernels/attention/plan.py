@@ -87,6 +87,9 @@ EXACT, EXACT_COLUMNS = (16, 4, 1, 2), 16
 # splits of 1,024 of them, verifies of 32 x 8,192 take 166.7 us in splits of 2,048 and 174.9 of 1,024.
 SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512), (64, 1024))
 MOST_KEYS = 2048
+# Values that all splits may leave for the combine, 1 GiB: of many rows that may be very long splits are longer. It is
+# the same for a bucket, and far below what an int32 counts.
+MOST_PARTIALS = 1 << 28
 # Of latents on a Hopper: channels that are values, those behind, and keys of a split by rows x groups of heads. A
 # program has a multiprocessor to itself, and what a split leaves is 2 KB for each query head. On an H200 32 rows of
 # 8,192 take 82.1 us in splits of 2,048 and 91.1 of 1,024; 64 rows of 2,048 take 72.8 and 52.8, as 64 splits leave half

@@ -80,7 +80,7 @@ def plan_cache(
     """
     page_bytes = page_size * sum(map(kept_values, shapes)) * dtype.itemsize
     longest = shapes[0].max_positions
-    # Sequences share no pages, so the last page of each is partly empty.
+    # As if sequences shared no pages; the last page of each is partly empty.
     usual, most = (-(-tokens // page_size) for tokens in (min(longest, USUAL_TOKENS), longest))
     if room_bytes is None:
         num_pages = max(most, num_lines * usual)

@@ -28,6 +28,7 @@ from deltaline_kernels.attention import Modifiers, and_masks, find_modifier, fle
 MIXED = [Row(1, 200), Row(3, 5), Row(0, 9), Row(2, 30, skipped=True), Row(1, 0), Row(8, 90), Row(20, 40)]
 # Rows for long ones that end inside a block of keys, at its end and behind it; empty, skipped and fresh ones.
 LONG = [Row(1, 200), Row(150, 0), Row(0, 9), Row(30, 90, skipped=True), Row(64, 64), Row(70, 300), Row(3, 0)]
+PLAIN = Layer()
 # What a Hopper has a kernel of its own for in 16 bits, and what it has none for.
 KINDS = {"causal": Layer(6, 2, 128, 128, 64), "soft-cap-in-a-window": Layer(6, 2)}
 
@@ -108,6 +109,50 @@ def test_attention_has_pages_of_any_size(path: Path, page: int, small_splits: No
         [Row(1, 15), Row(1, 16), Row(2, 63), Row(1, 300), Row(30, 60)], path, Layer(page=page), max_short=2
     )
     check(batch, path, *modifier_case("causal", batch.layer, 7, path.device))
+
+
+def test_attention_of_lines_that_share_pages(
+    path: Path, small_splits: None, monkeypatch: pytest.MonkeyPatch, layer: Layer = PLAIN
+) -> None:
+    """Together they have more splits than the pages: nothing is written behind what splits leave for the combine."""
+    empty, behind = torch.empty, list[Tensor]()
+
+    def with_more(*shape: Any, **options: Any) -> Tensor:
+        if options.get("dtype") is not torch.float32 or len(shape) != 1 or not isinstance(shape[0], int):
+            return empty(*shape, **options)
+        whole = torch.full((8 * shape[0],), torch.nan, device=options["device"])
+        behind.append(whole[shape[0] :])
+        return whole[: shape[0]]
+
+    batch = make_batch([Row(2, 382)] * 6, path, layer, max_short=2)
+    first = batch.lines[0]
+    pages = batch.page_table[first].long()
+    batch = replace(
+        batch,
+        k_pages=batch.k_pages[pages].clone(),
+        v_pages=batch.v_pages[pages].clone(),
+        page_table=torch.arange(len(pages), dtype=torch.int32, device=path.device).repeat(len(batch.page_table), 1),
+        keys=dict.fromkeys(batch.keys, batch.keys[first]),
+    )
+    modifiers, truth = modifier_case("causal", batch.layer, batch.page_table.shape[0], path.device)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", with_more)
+        o, lse = batch.attend(path, modifiers)
+    assert all(memory.isnan().all() for memory in behind)
+    want, want_lse = batch.expected(truth)
+    assert_close("o", o, want, path.dtype)
+    lse_close(lse, want_lse)
+
+
+@pytest.mark.parametrize("most", [1, 40_000], ids=["one-split-of-each-row", "longer-splits"])
+def test_attention_leaves_no_more_for_the_combine_than_may_be(
+    path: Path, most: int, small_splits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deltaline_kernels.attention import launch
+
+    monkeypatch.setattr(launch, "MOST_PARTIALS", most)
+    batch = make_batch(MIXED, path, max_short=8)
+    check(batch, path, *modifier_case("causal", batch.layer, batch.page_table.shape[0], path.device))
 
 
 def test_attention_has_any_number_of_short_tokens(path: Path, small_splits: None) -> None:

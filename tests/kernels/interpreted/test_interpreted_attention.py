@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from kernels.attention.test_attention import (
     small_splits,
+    test_attention_leaves_no_more_for_the_combine_than_may_be,
+    test_attention_of_lines_that_share_pages,
     test_attention_of_skipped_rows_is_zero,
     test_attention_scales,
     test_attention_without_rows_or_tokens,

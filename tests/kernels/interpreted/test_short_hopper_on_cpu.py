@@ -48,6 +48,10 @@ def test_modified_rows(case: str, small_splits: None) -> None:
     attention_checks.check(batch, HALF, *modifier_case(case, LAYER, 6))
 
 
+def test_rows_of_lines_that_share_pages(small_splits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention_checks.test_attention_of_lines_that_share_pages(HALF, small_splits, monkeypatch, LAYER)
+
+
 def test_rows_read_only_their_window(small_splits: None, monkeypatch: pytest.MonkeyPatch) -> None:
     short_checks.test_rows_read_only_their_window(HALF, 64, monkeypatch)
 
