@@ -148,7 +148,8 @@ def walk_kernel(
         table = control
         if waypoints is not None:
             table = waypoints
-        kept = (table, line_at, written - LINE_SHIFT * written_stride, written_stride, state_at)
+        num_whole = num_tokens // CHUNK
+        kept = (table, line_at, num_whole, written - LINE_SHIFT * written_stride, written_stride, state_at)
         parts = (p_before, is_part)
         final = (p_final, is_final)
         shares = (h_s, u_s)

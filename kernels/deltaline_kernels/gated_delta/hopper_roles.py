@@ -84,7 +84,7 @@ def advance_state(
     across: gl.constexpr = gl.SliceLayout(0, mma_c)
     p_state, is_read, p_draft, replayed, draft_at, draft_step = start
     p_before, is_part = parts
-    table, line_at, written, written_stride, state_at = kept
+    table, line_at, num_whole, written, written_stride, state_at = kept
     p_final, is_final = final
     _, slot, _, _ = place
 
@@ -105,7 +105,8 @@ def advance_state(
     g_last = gl.load(p_last + slot.to(gl.int64) * FACTORS, mask=num_chunks > 0, other=0.0)
     if KEEPS:
         p_line = table + line_at
-        line = gl.load(p_line, mask=num_chunks > 0, other=0)
+        # What stands behind a whole chunk has a line; the entry behind the row's last tokens may say anything.
+        line = gl.load(p_line, mask=num_whole > 0, other=0)
     for c in range(0, num_chunks):
         stage = c % STAGES
         turn = c & 1
@@ -126,7 +127,7 @@ def advance_state(
         p_next = p_last + (slot + (c + 1) * HV).to(gl.int64) * FACTORS
         g_next = gl.load(p_next, mask=c + 1 < num_chunks, other=0.0)
         if KEEPS:
-            next_line = gl.load(p_line + c + 1, mask=c + 1 < num_chunks, other=0)
+            next_line = gl.load(p_line + c + 1, mask=c + 1 < num_whole, other=0)
         r, left = warpgroup_mma_wait(0, deps=[r, left])
         # Begun earlier, it would need registers that there are not.
         u = warpgroup_mma(x_t, t_t, zero, use_acc=False, is_async=True)

@@ -14,6 +14,7 @@ from rigs.kernels.tolerance import assert_close
 from torch import Tensor
 
 from deltaline_kernels import Rows
+from deltaline_kernels.rows import WAYPOINT_TOKENS
 
 AnyBatch = TypeVar("AnyBatch", bound=Recurrent)
 # Run a batch; return what it returns and the lines that it writes.
@@ -55,11 +56,22 @@ def add_lines(batch: AnyBatch, count: int) -> AnyBatch:
 def place(
     batch: AnyBatch, rows: Sequence[Row], places: Sequence[tuple[int, int]], device: str
 ) -> tuple[AnyBatch, list[int]]:
-    """Return the batch with waypoints at `places`, rows and how many of their tokens, and their lines."""
+    """Return the batch with waypoints at `places`, rows and how many of their tokens, and their lines.
+
+    All entries that say nothing name a line that is no row's: whoever followed them would change it.
+    """
     first, wider = len(batch.state), add_lines(batch, len(places))
     lines = list(range(first, first + len(places)))
     told = [(i, done, line) for (i, done), line in zip(places, lines, strict=True)]
-    return wider.replaced(rows=plan_rows(rows, batch.rows.max_short, device, told)), lines
+    plan = plan_rows(rows, batch.rows.max_short, device, told)
+    assert plan.waypoints is not None
+    says_nothing = torch.ones(len(plan.waypoints), dtype=torch.bool)
+    for i, (row, begin) in enumerate(zip(rows, plan.query_start_loc.tolist(), strict=False)):
+        at = begin // WAYPOINT_TOKENS + i
+        if not row.skipped:
+            says_nothing[at : at + row.length // WAYPOINT_TOKENS] = False
+    untold = says_nothing.to(device) & (plan.waypoints < 1)
+    return wider.replaced(rows=replace(plan, waypoints=plan.waypoints.masked_fill(untold, first - 1))), lines
 
 
 def cut(batch: AnyBatch, rows: Sequence[Row], i: int, done: int, device: str) -> tuple[AnyBatch, int]:
