@@ -123,7 +123,7 @@ def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) 
         return
     heads = inputs.heads
     chunks = launch_transform(inputs, rows)
-    if on_hopper(inputs) and fits_walk(inputs):
+    if on_hopper(inputs) and fits_walk(inputs, o):
         plan = choose_plan(heads, rows.num_rows, inputs.num_tokens, rows.max_length)
         ends = empty_ends(inputs, plan)
         if plan.num_parts > 1:

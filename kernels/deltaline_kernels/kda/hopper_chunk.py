@@ -2,8 +2,8 @@
 
 A program walks through a row, or a part of one, with a block of its state in registers. It computes the transpose of
 what chunk.py says, so that each product's left operand is what the last one left in registers. The next chunk's T V is
-begun before this one's state is known. Only for sizes that fit: K of 64 or 128, V a multiple of 64, rows of v at
-multiples of 16 bytes.
+begun before this one's state is known. Only for sizes that fit: K of 64 or 128, V a multiple of 64, rows of v and
+outputs at multiples of 16 bytes.
 
 A row in parts is walked twice, all parts at once. First each part finds what it makes of a state, h P + E: E is where
 it ends from zero, P where it ends from the identity without values. What `join_parts` makes of them is what stands
@@ -302,9 +302,9 @@ def walk_kernel(
             gl.store(p_end + gl.where(is_transition, o_turned, o_h), h)
 
 
-def fits_walk(inputs: DeltaInputs) -> bool:
-    """Return whether `launch_walk` has heads of so many values, and copies v in tiles where it lies."""
-    return inputs.heads.value_dim % BLOCK_V == 0 and is_aligned(inputs.v)
+def fits_walk(inputs: DeltaInputs, o: Tensor) -> bool:
+    """Return whether `launch_walk` has heads of so many values, and copies v and o in tiles where they lie."""
+    return inputs.heads.value_dim % BLOCK_V == 0 and is_aligned(inputs.v) and is_aligned(o)
 
 
 def launch_walk(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from rigs.kernels.compiled import PRODUCT, compile_launches, find_overwritten_op
 from rigs.kernels.kda_batches import KdaBatch, KdaLayer, make_kda_batch
 from rigs.kernels.paths import Path
 from rigs.kernels.walks import ALIGNED, cut_rows
+
+from deltaline_kernels.compat import flash_kda_fwd
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none"
@@ -97,3 +99,21 @@ def test_many_heads_token_by_token_spill_nothing(
 def test_rows_without_chunks_go_token_by_token(monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype) -> None:
     kernels = compile_rows(monkeypatch, KdaLayer(H=1, HV=1, K=size, V=32, lower_bound=-5.0), dtype)
     assert [kernel.metadata.name for kernel in kernels] == ["_recurrent_keyed", "_recurrent_keyed"]
+
+
+def test_an_output_that_begins_anywhere_is_not_written_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a caller: the copy engine writes at multiples of 16 bytes alone."""
+    pytest.importorskip("triton", reason="triton is not installed")
+
+    def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    tokens, heads, dim = 70, 2, 64
+    given = {name: draw(1, tokens, heads, dim) for name in ("q", "k", "v", "g")} | {"beta": draw(1, tokens, heads)}
+    gates = {"A_log": draw(heads, dtype=torch.float32), "dt_bias": draw(heads, dim, dtype=torch.float32)}
+    found = []
+    for first in (0, 1):
+        out = draw(tokens * heads * dim + 1)[first:][: tokens * heads * dim].view(1, tokens, heads, dim)
+        call = partial(flash_kda_fwd, **given, **gates, scale=1.0, lower_bound=-5.0, out=out)
+        found.append([kernel.metadata.name for kernel in compile_launches(monkeypatch, call)])
+    assert [names[-1] for names in found] == ["walk_kernel", "_advance"]
