@@ -305,17 +305,13 @@ def can_attend_short(queries: Queries, keys: Keys) -> bool:
         and on_hopper(q.device)
         and q.element_size() == 2
         and keys.page_table is not None
-        # Of nothing the copy engine has no tiles.
-        and keys.k.shape[0] > 0
         and keys.page_size >= HOPPER_KEYS
+        and keys.has_tiles
         and queries.blocks is None
         # Of other packages' nothing tells whether Gluon takes them.
         and all(leaf.part.modifier in SHIPPED.values() for leaf in queries.modifiers.all_leaves)
         # `find_range` has no layout for heads.
         and not queries.modifiers.ranges_by_head
-        # The copy engine's.
-        and keys.k.data_ptr() % 16 == 0
-        and (keys.v is None or keys.v.data_ptr() % 16 == 0)
     )
 
 

@@ -307,10 +307,8 @@ def can_attend(queries: Queries, keys: Keys) -> bool:
         and keys.v is not None
         and keys.page_table is not None
         and keys.page_size >= block_n
+        and keys.has_tiles
         and queries.is_only_causal
-        # The copy engine's.
-        and keys.k.data_ptr() % 16 == 0
-        and keys.v.data_ptr() % 16 == 0
     )
 
 

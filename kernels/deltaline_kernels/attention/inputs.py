@@ -57,3 +57,9 @@ class Keys:
     capacity: int
     heads_first: bool = False
     shared: bool = False
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether the copy engine takes tiles of them: there is a page, and all begins at multiples of 16 bytes."""
+        first = [tensor.data_ptr() for tensor in (self.k, self.v) if tensor is not None]
+        return self.k.shape[0] > 0 and all(pointer % 16 == 0 for pointer in first)

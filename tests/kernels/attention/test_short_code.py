@@ -30,6 +30,8 @@ def compile_rows(
     tokens: int,
     *,
     page: int = 64,
+    num_pages: int = 200,
+    max_short: int = 8,
     dtype: torch.dtype = torch.bfloat16,
     modified: bool = False,
     gated: bool = False,
@@ -41,8 +43,8 @@ def compile_rows(
     def draw(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    rows = Rows(draw(7, 33, dtype=torch.int32), 32, 8, tokens)
-    pages, table = draw(200, page, num_keys, dim), draw(33, 130 * 64 // page, dtype=torch.int32)
+    rows = Rows(draw(7, 33, dtype=torch.int32), 32 if tokens <= max_short else 0, max_short, tokens)
+    pages, table = draw(num_pages, page, num_keys, dim), draw(33, 130 * 64 // page, dtype=torch.int32)
     causal, window, cap = (find_modifier(name) for name in ("causal", "sliding_window", "soft_cap"))
     modifiers = Modifiers(mask=causal(), device="meta")
     if modified:
@@ -110,3 +112,10 @@ def test_other_rows_have_the_kernel_of_all_attention(
 ) -> None:
     """Pages that no block of keys fits in, other sizes of heads, and more heads of a group than a tile has columns."""
     assert compile_rows(monkeypatch, sizes, 1, page=page)[0].metadata.name == "attend_kernel"
+
+
+@pytest.mark.parametrize("max_short", [8, 4], ids=["short", "long"])
+def test_rows_over_no_pages_have_the_kernel_of_all_attention(monkeypatch: pytest.MonkeyPatch, max_short: int) -> None:
+    """Of nothing the copy engine has no tiles."""
+    found = compile_rows(monkeypatch, (16, 2, 256), 5, num_pages=0, max_short=max_short)
+    assert found[0].metadata.name == "attend_kernel"
