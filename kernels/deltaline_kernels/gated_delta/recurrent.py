@@ -28,7 +28,6 @@ from deltaline_kernels.device.state_tile import (
     store_tile,
     to_fp32,
 )
-from deltaline_kernels.device.waypoints import TOKENS, find_waypoint
 from deltaline_kernels.rows import Rows, StateLines
 
 # Bytes of a state's row that 8 threads load at once: whole sectors. A warp has 4 such rows at a time.
@@ -70,7 +69,7 @@ def _load_token(
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
 @triton.jit(
     do_not_specialize=["control_stride", "q_units", "k_units", "v_units"],
-    do_not_specialize_on_alignment=["control", "waypoints"],
+    do_not_specialize_on_alignment=["control"],
 )
 def _recurrent(
     tokens,
@@ -86,7 +85,6 @@ def _recurrent(
     q_units,
     k_units,
     v_units,
-    waypoints,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -204,13 +202,6 @@ def _recurrent(
                 tile, rest = scale(tile, rest, PARTS * BLOCKS), 1.0
                 p_token_line = find_written(lines, line - LINE_SHIFT, i_hv, V * K, APART)
                 store_tile(p_token_line, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
-        if waypoints is not None:
-            done = t + 1
-            if done % TOKENS == 0:
-                line = find_waypoint(waypoints, begin, n, i_row, done)
-                if line > 0:
-                    p_kept = find_written(lines, line - LINE_SHIFT, i_hv, V * K, APART)
-                    store_tile(p_kept, scale(tile, rest, PARTS * BLOCKS), o_v, V, K, PARTS, SUB, BLOCK_K)
         for r in tl.static_range(PARTS):
             o_row = o_v + r * SUB
             b_o = tl.fma(updates[r], aligned, outputs[r]) * factor_q
@@ -238,7 +229,10 @@ def _recurrent(
 
 
 def launch_recurrent(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
-    """Run `rows` token by token, o `[T, HV, V]`; mutates `lines` and `o`. Arguments are validated by the caller."""
+    """Run short rows, which have no waypoints, token by token, o `[T, HV, V]`; mutates `lines` and `o`.
+
+    Arguments are validated by the caller.
+    """
     if rows.num_rows == 0:
         return
     heads, state_bytes = inputs.heads, lines.state.element_size()
@@ -258,7 +252,6 @@ def launch_recurrent(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tens
         *lines.arguments(rows, o),
         *inputs.numbers,
         *strides,
-        rows.waypoints,
         **inputs.sizes,
         RAW=inputs.A_log is None,
         NORM=inputs.normalize,
