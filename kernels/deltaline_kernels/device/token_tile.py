@@ -12,11 +12,18 @@ import triton
 import triton.language as tl
 
 from deltaline_kernels.device.state_tile import add_outer, load_values, scale
+from deltaline_kernels.rows import Rows, StateLines
 
 # Tokens of the longest row; keys and queries together are as many as a matrix instruction has at least.
 TOKENS = tl.constexpr(8)
 # The bits of fp32 that a matrix instruction reads as TF32.
 TF32_BITS = tl.constexpr(-(2**13))
+
+
+def has_room(lines: StateLines, rows: Rows) -> bool:
+    """Return whether the tile is for rows of so many tokens and drafts: several, none of which has its own line."""
+    few = 1 < rows.max_length <= TOKENS.value and lines.drafts.shape[2] <= TOKENS.value
+    return few and rows.num_token_lines == 0
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.waypoints import TOKENS, find_waypoint, keep_state
 from deltaline_kernels.kda.hopper_chunk import fits_walk, launch_walk
-from deltaline_kernels.kda.hopper_transform import on_hopper
+from deltaline_kernels.kda.hopper_transform import fits_hopper
 from deltaline_kernels.kda.plan import CHUNK, choose_plan
 from deltaline_kernels.kda.transform import SMALLEST_KEY, launch_transform
 from deltaline_kernels.rows import Rows, StateLines
@@ -123,7 +123,7 @@ def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) 
         return
     heads = inputs.heads
     chunks = launch_transform(inputs, rows)
-    if on_hopper(inputs) and fits_walk(inputs, o):
+    if fits_hopper(inputs) and fits_walk(inputs, o):
         plan = choose_plan(heads, rows.num_rows, inputs.num_tokens, rows.max_length)
         ends = empty_ends(inputs, plan)
         if plan.num_parts > 1:

@@ -6,7 +6,6 @@ what 8 tokens leave has an inverse. Only for keys of 64 or 128.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from deltaline_kernels.device.chunks import FAR, ROWS_AT_ONCE
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
-from deltaline_kernels.device.hopper import barrier
+from deltaline_kernels.device.hopper import barrier, on_hopper
 from deltaline_kernels.kda.plan import CHUNK
 from deltaline_kernels.rows import Rows
 
@@ -241,12 +240,9 @@ def pair_kernel(
         gl.store(p_pairs + o_pair, pairs.to(gl.float16), mask=seen)
 
 
-def on_hopper(inputs: DeltaInputs) -> bool:
+def fits_hopper(inputs: DeltaInputs) -> bool:
     """Return whether the kernels for Hopper run where the inputs are, with keys of their size."""
-    # Triton's interpreter has no Gluon.
-    compiled = inputs.device.type != "cpu" and not triton.knobs.runtime.interpret
-    is_there = compiled and torch.cuda.get_device_capability(inputs.device)[0] == 9
-    return is_there and inputs.heads.key_dim in KEYS
+    return on_hopper(inputs.device) and inputs.heads.key_dim in KEYS
 
 
 def launch_pairs(inputs: DeltaInputs, rows: Rows, chunks: tuple[Tensor, ...]) -> None:

@@ -24,7 +24,7 @@ from deltaline_kernels.device.chunks import find_chunk
 from deltaline_kernels.device.delta_rule.gates import key_log_decay, read_strength
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.device.delta_rule.inverse import invert, places, store_block
-from deltaline_kernels.kda.hopper_transform import launch_pairs, on_hopper
+from deltaline_kernels.kda.hopper_transform import fits_hopper, launch_pairs
 from deltaline_kernels.kda.plan import CHUNK
 from deltaline_kernels.rows import Rows
 
@@ -233,7 +233,7 @@ def launch_transform(inputs: DeltaInputs, rows: Rows) -> Chunks:
     chunks = Chunks(queries, keys, rests, scores, transforms, total)
     block_k = max(SMALLEST_KEY, triton.next_power_of_2(key_dim))
     scale, eps, a_stride, b_stride = inputs.numbers
-    if on_hopper(inputs):
+    if fits_hopper(inputs):
         launch_pairs(inputs, rows, tuple(chunks))
     else:
         _transform[(num_slots * num_heads,)](

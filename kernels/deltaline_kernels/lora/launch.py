@@ -6,6 +6,7 @@ They are other kernels for tiles of many tokens with high ranks.
 import torch
 from torch import Tensor
 
+from deltaline_kernels.device.overlap import HOPPER, can_overlap
 from deltaline_kernels.lora.dense import empty_halves, launch_expand_dense, launch_shrink_dense
 from deltaline_kernels.lora.expand import launch_expand
 from deltaline_kernels.lora.plan import DensePlan, find_bucket, pad_rank, plan_dense, plan_expand, plan_shrink
@@ -13,12 +14,10 @@ from deltaline_kernels.lora.shrink import launch_shrink
 from deltaline_kernels.lora.tiles import AdapterTiles
 from deltaline_kernels.lora.weights import LoraWeights
 
-# From here on a launch may start while the one before it still runs, and a program has memory for dense tiles.
-HOPPER = (9, 0)
-
 
 def find_dense(num_tokens: int, rows: int, rank: int, inputs: int, x: Tensor) -> DensePlan | None:
     """Return how tiles of `rows` tokens are computed whole on the device of `x`, or None where they aren't."""
+    # From Hopper on a program has memory for dense tiles.
     if x.device.type != "cpu" and torch.cuda.get_device_capability(x.device) < HOPPER:
         return None
     return plan_dense(num_tokens, rows, rank, inputs, x.dtype)
@@ -27,7 +26,7 @@ def find_dense(num_tokens: int, rows: int, rank: int, inputs: int, x: Tensor) ->
 def add_lora_triton(x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
     """Add to out `[T, out]`; arguments are validated by `add_lora`."""
     num_tokens, rank, inputs = x.shape[0], weights.max_rank, weights.num_inputs
-    overlap = x.device.type != "cpu" and torch.cuda.get_device_capability(x.device) >= HOPPER
+    overlap = can_overlap(x)
     dense = find_dense(num_tokens, tiles.rows, rank, inputs, x)
     if dense is not None:
         halves = empty_halves(tiles, len(weights.sizes), weights.b, dense)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from deltaline_kernels.device.overlap import launch_options
+
 # Tokens of a tile: few where a batch has few per adapter, see tile.py; many where ranks are high too, see dense.py.
 SMALL_TILE, LARGE_TILE, DENSE_TILE = 16, 32, 128
 FEW_TOKENS = 512
@@ -227,7 +229,7 @@ def plan_dense(num_tokens: int, rows: int, rank: int, inputs: int, dtype: torch.
 
 def expand_options(plan: ExpandPlan | DensePlan, *, dependent: bool) -> dict[str, Any]:
     """Return how an expand is launched that may be `dependent` on a shrink which still runs."""
-    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
+    options = launch_options(overlap=dependent)
     return options if plan.registers is None else {**options, "maxnreg": plan.registers}
 
 

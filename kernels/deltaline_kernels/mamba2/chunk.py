@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
+from deltaline_kernels.device.tiles import is_aligned
 from deltaline_kernels.device.waypoints import find_stop, find_waypoint, keep_state
 from deltaline_kernels.mamba2.hopper_chunk import can_walk, launch_walk
 from deltaline_kernels.mamba2.inputs import MambaInputs
@@ -245,12 +246,6 @@ def _walk(
                 tl.store(p_new, h.to(p_new.dtype.element_ty), mask=in_h)
 
 
-def _is_aligned(tensor: Tensor) -> bool:
-    """Return whether tiles of a matrix can be copied whole: it has rows, and they begin at multiples of 16 bytes."""
-    stride = tensor.stride(0) * tensor.element_size()
-    return tensor.shape[0] > 0 and tensor.data_ptr() % 16 == 0 and stride % 16 == 0
-
-
 def launch_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) -> None:
     """Run `rows` of 16-bit values, none of which is a VERIFY, in chunks. Mutates `lines` and `y`."""
     if rows.num_rows == 0:
@@ -265,7 +260,7 @@ def launch_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) 
     size = (num_ends, heads.num_heads, 2 * head_dim * state_dim + PADDING)
     ends = torch.empty(size, dtype=torch.float32, device=xBC.device)
     block_s = max(16, triton.next_power_of_2(state_dim))
-    tiles = head_dim % BLOCK_P == 0 and state_dim == block_s and _is_aligned(xBC) and _is_aligned(y)
+    tiles = head_dim % BLOCK_P == 0 and state_dim == block_s and is_aligned(xBC) and is_aligned(y)
 
     def walk(*, ends_only: bool) -> None:
         x_tiles = s_tiles = y_tiles = None

@@ -25,6 +25,7 @@ from deltaline_kernels.device.token_tile import (
     compare_queries,
     decay_between,
     fold_token,
+    has_room,
     load_keys,
     load_records,
     load_rows,
@@ -198,8 +199,7 @@ def _verify(
 
 def can_verify(inputs: MambaInputs, lines: StateLines, rows: Rows) -> bool:
     """Say whether `launch_verify` takes these short rows: a few tokens of 16 bits, states of a size that it has."""
-    fits = rows.num_token_lines == 0 and 1 < rows.max_length <= TOKENS.value and lines.drafts.shape[2] <= TOKENS.value
-    return fits and inputs.xBC.dtype != torch.float32 and inputs.heads.state_dim in STATES
+    return has_room(lines, rows) and inputs.xBC.dtype != torch.float32 and inputs.heads.state_dim in STATES
 
 
 def launch_verify(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) -> None:

@@ -3,13 +3,12 @@
 The first programs compute post and comb, whose many normalisations nothing waits for, the others the weighted sums.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltaline_kernels.device.overlap import launch_options
 from deltaline_kernels.device.sizes import cdiv
 from deltaline_kernels.mhc.gates import Mixing
 from deltaline_kernels.mhc.plan import Plan
@@ -179,7 +178,6 @@ def launch_collapse(
     sizes = gate_sizes(streams, partials.shape[0])
     gate_programs = 0 if gates is None else cdiv(num_tokens, sizes["BLOCK_T"])
     post, comb = (partials, partials) if gates is None else gates
-    options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     collapse_kernel[(gate_programs + num_tokens * cdiv(hidden, plan.block_h),)](
         residual,
         partials,
@@ -204,5 +202,5 @@ def launch_collapse(
         num_stages=1,
         **sizes,
         **mixing.numbers,
-        **options,
+        **launch_options(overlap=overlap),
     )

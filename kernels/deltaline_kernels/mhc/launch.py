@@ -12,14 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from deltaline_kernels.device.overlap import can_overlap
 from deltaline_kernels.mhc.collapse import launch_collapse
 from deltaline_kernels.mhc.gates import Gates, Mixing, count_columns
 from deltaline_kernels.mhc.plan import plan_pre
 from deltaline_kernels.mhc.post import launch_post
 from deltaline_kernels.mhc.product import launch_product
 
-# From here on a launch may start while the one before it still runs.
-HOPPER = (9, 0)
 BUFFERS = 2
 
 
@@ -49,7 +48,7 @@ def mhc_post_pre_triton(
     new_comb: Tensor,
 ) -> None:
     """Write mixed `[N, S, H]`, y `[N, H]`, new_post and new_comb. Arguments are validated; there is a token."""
-    overlap = _can_overlap(residual)
+    overlap = can_overlap(residual)
 
     def post_of(own: slice) -> None:
         launch_post(x[own], residual[own], post[own], comb[own], mixed[own], overlap=overlap)
@@ -76,7 +75,7 @@ def _pre(
     """Multiply and collapse: at once, or in chunks of tokens. `before`: writes the residual of a chunk."""
     num_tokens, streams, hidden = residual.shape
     plan = plan_pre(num_tokens, streams, hidden, residual.dtype, norm=mixing.norm_weight is not None)
-    overlap = _can_overlap(residual)
+    overlap = can_overlap(residual)
     begins = range(0, num_tokens, plan.chunk)
     buffers = [_empty_partials(plan.splits, min(plan.chunk, num_tokens), mixing.weight) for _ in begins[:BUFFERS]]
     for i, begin in enumerate(begins):
@@ -114,7 +113,3 @@ def _mixing(gates: Gates, norm_weight: Tensor | None, norm_eps: float) -> Mixing
         "NORM_EPS": norm_eps,
     }
     return Mixing(gates.weight, gates.terms, gates.scale, gates.base, norm_weight, numbers)
-
-
-def _can_overlap(tensor: Tensor) -> bool:
-    return tensor.device.type != "cpu" and torch.cuda.get_device_capability(tensor.device) >= HOPPER

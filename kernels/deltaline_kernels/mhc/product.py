@@ -7,14 +7,13 @@ who reads the partials adds them up in one order. bf16 streams meet weights as s
 split from fp32 where they are used.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltaline_kernels.device.overlap import launch_options
 from deltaline_kernels.device.sizes import cdiv
 from deltaline_kernels.mhc.gates import NUM_TERMS, Mixing
 from deltaline_kernels.mhc.plan import Plan
@@ -152,7 +151,6 @@ def launch_product(
     num_tokens, streams, _ = residual.shape
     rows, inputs = mixing.weight.shape
     terms = mixing.terms if residual.dtype == torch.bfloat16 else None
-    options: dict[str, Any] = {"launch_pdl": True} if early else {}
     product_kernel[(cdiv(num_tokens, plan.block_m) * plan.splits,)](
         residual,
         mixing.weight if terms is None else terms,
@@ -172,5 +170,5 @@ def launch_product(
         WAITS=early and waits,
         num_warps=plan.warps,
         num_stages=plan.stages,
-        **options,
+        **launch_options(overlap=early),
     )

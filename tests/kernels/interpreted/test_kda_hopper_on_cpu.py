@@ -30,7 +30,7 @@ ROWS = [Row(5, to="other"), Row(150, replayed=2, half=1), Row(0), Row(65, skippe
 @pytest.fixture(autouse=True)
 def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (chunk, transform):
-        monkeypatch.setattr(module, "on_hopper", lambda *_: True)
+        monkeypatch.setattr(module, "fits_hopper", lambda *_: True)
     monkeypatch.setattr(hopper_transform, "pair_kernel", OnCpu(hopper_transform.pair_kernel))
     monkeypatch.setattr(hopper_chunk, "walk_kernel", OnCpu(hopper_chunk.walk_kernel))
 

@@ -33,7 +33,7 @@ LAYERS = {
 def use_kernels(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     if kernels == "triton":
         for module in (chunk, transform):
-            monkeypatch.setattr(module, "on_hopper", lambda *_: False)
+            monkeypatch.setattr(module, "fits_hopper", lambda *_: False)
     elif torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs compute capability 9")
 

@@ -3,7 +3,7 @@
 import torch
 
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
-from deltaline_kernels.device.token_tile import TOKENS
+from deltaline_kernels.device.token_tile import has_room
 from deltaline_kernels.rows import Rows, StateLines
 
 KEYS = (64, 128)
@@ -11,5 +11,4 @@ KEYS = (64, 128)
 
 def can_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows) -> bool:
     """Say whether `launch_verify` takes these short rows: a few tokens of 16 bits, keys of a size that it has."""
-    fits = rows.num_token_lines == 0 and 1 < rows.max_length <= TOKENS.value and lines.drafts.shape[2] <= TOKENS.value
-    return fits and inputs.dtype != torch.float32 and inputs.heads.key_dim in KEYS
+    return has_room(lines, rows) and inputs.dtype != torch.float32 and inputs.heads.key_dim in KEYS
