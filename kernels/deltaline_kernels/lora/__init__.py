@@ -81,7 +81,8 @@ def group_tokens(token_slots: Tensor, num_slots: int, max_rank: int = MAX_RANK) 
         token_slots: `[T]` int32, contiguous, the slot of each token's adapter; every value outside 0..num_slots-1, such
             as -1, stands for none.
         num_slots: of the weights that the tiles are used with.
-        max_rank: of these weights; another one costs time and changes nothing else.
+        max_rank: of these weights. By it tiles have their size: with another one other kernels may run, which cost time
+            and add up in another order, so that outputs may differ in the last bit.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
