@@ -1,7 +1,7 @@
 """How the kernels of hyper-connections are cut into programs.
 
-A plan follows from the bucket of the number of tokens, the streams, the channels and the dtype, never from contents:
-the order of every sum is the same for all numbers of tokens in a bucket.
+A plan follows from the bucket of the number of tokens, the streams, the channels, the dtype and the device's shared
+memory, never from contents: the order of every sum is the same for all numbers of tokens in a bucket.
 """
 
 from __future__ import annotations
@@ -73,12 +73,22 @@ def find_bucket(num_tokens: int) -> Bucket:
     return next(bucket for bucket in BUCKETS if num_tokens <= bucket.tokens)
 
 
-def plan_pre(num_tokens: int, streams: int, hidden: int, dtype: torch.dtype, *, norm: bool) -> Plan:
-    """Return how a batch's gates are computed and its streams collapsed."""
+def plan_pre(
+    num_tokens: int,
+    streams: int,
+    hidden: int,
+    dtype: torch.dtype,
+    *,
+    norm: bool,
+    shared_bytes: int = SHARED_BYTES,
+) -> Plan:
+    """Return how a batch's gates are computed and its streams collapsed; a program may have so much shared memory."""
     bucket = find_bucket(num_tokens)
     block_m, most, warps, stages, programs = bucket.product
     if dtype != torch.bfloat16:
         block_m, most, warps, stages = EXACT
+    fitting = _fitting_inputs(block_m, streams, shared_bytes)
+    most = min(most, 1 << (fitting.bit_length() - 1))
     inputs = streams * hidden
     blocks = cdiv(min(bucket.chunk, bucket.tokens), block_m)
     splits, steps, block_k = _cut(inputs, most, max(1, programs // blocks))
@@ -90,7 +100,7 @@ def plan_pre(num_tokens: int, streams: int, hidden: int, dtype: torch.dtype, *, 
         splits=splits,
         steps=steps,
         warps=warps,
-        stages=1 if stages == 1 else min(steps + 1, stages, _fitting_stages(block_m, block_k, streams)),
+        stages=1 if stages == 1 else min(steps + 1, stages, fitting // block_k),
         chunk=bucket.chunk,
         block_h=block_h,
         collapse_warps=_warps(block_h * pow2(streams), values),
@@ -110,10 +120,10 @@ def _cut(size: int, most: int, wanted: int) -> tuple[int, int, int]:
     return cdiv(size, steps * block), steps, block
 
 
-def _fitting_stages(block_m: int, block_k: int, streams: int) -> int:
-    """Return how many tiles of bf16 streams and of their weights' terms the shared memory of a program holds."""
+def _fitting_inputs(block_m: int, streams: int, shared_bytes: int) -> int:
+    """Return how many inputs of a tile of bf16 streams and of their weights' terms so much shared memory holds."""
     columns = NUM_TERMS * count_columns(streams * (2 + streams))
-    return SHARED_BYTES // (torch.bfloat16.itemsize * block_k * (block_m + columns))
+    return shared_bytes // (torch.bfloat16.itemsize * (block_m + columns))
 
 
 def _warps(values: int, of_thread: int) -> int:

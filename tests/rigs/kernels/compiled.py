@@ -55,7 +55,8 @@ def compile_launches(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]
         patch.setattr(jit, "driver", SimpleNamespace(active=HopperDriver()))
         patch.setattr(jit.JITFunction, "run", only_compile)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        patch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
+        properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+        patch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
         call()
     return compiled
 
