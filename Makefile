@@ -33,13 +33,13 @@ test test-all mutants: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)  ## all tests that need no GPU; the Triton kernels run in Triton's interpreter
 	$(BIN)/pytest -n auto --dist worksteal
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto --dist worksteal tests/kernels/interpreted
-	$(BIN)/pytest -m alone tests/bench tests/e2e
+	$(BIN)/pytest -m alone tests/bench tests/e2e tests/server/memory
 
 # For the many cores of a GPU host, and before a release.
 test-all: $(INSTALLED)  ## test, and the exhaustive sweeps
 	$(BIN)/pytest -n auto --dist worksteal --all
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto --dist worksteal --all tests/kernels/interpreted
-	$(BIN)/pytest -m alone --all tests/bench tests/e2e
+	$(BIN)/pytest -m alone --all tests/bench tests/e2e tests/server/memory
 
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

@@ -18,7 +18,7 @@ import numpy as np
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.log import event
-from deltaline_server.memory.mappings import Pinning
+from deltaline_server.memory.mappings import Pinning, make_present
 from deltaline_server.snapshots.header import StateHeader
 from deltaline_server.snapshots.layout import Bytes, StateLayout, state_bytes
 from deltaline_server.snapshots.places import Places, rounded
@@ -221,9 +221,9 @@ class HostTier:
 def _map(num_bytes: int) -> Bytes:
     """Memory of whole pages, all of them present. Raises MemoryError."""
     try:
-        pages = mmap.mmap(
-            -1, max(num_bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-        )
+        pages = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"--host-state-bytes: {num_bytes} bytes can't be mapped") from error
-    return np.frombuffer(pages, dtype=np.uint8)
+    memory = np.frombuffer(pages, dtype=np.uint8)
+    make_present(memory)
+    return memory
