@@ -105,8 +105,8 @@ def _run(config: Config, place: Place | None) -> int:
         if unknown and (place is None or place.local_rank == 0):
             log.event(_log, "ignored unknown variables", level=logging.WARNING, names=",".join(unknown))
         if config.check:
-            check(config)
-            check_host(config)
+            check(config, place)
+            check_host(config, place)
             open_principals(config.principals, config.host)
             open_tls(config)
             return _say("deltaline-server: the options and the files that they name are sound", config.log_format)
@@ -145,7 +145,7 @@ async def serve(config: Config, place: Place | None = None) -> int:
     from deltaline_server.app import Server
     from deltaline_server.sizing.host import check_host
 
-    check_host(config)
+    check_host(config, place)
     server, loop = Server(config, place, loaded=settle), asyncio.get_running_loop()
 
     def take(number: int, frame: object) -> None:

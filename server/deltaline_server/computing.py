@@ -170,23 +170,32 @@ def make_limits(config: Config) -> Limits:
     )
 
 
+def device_type(config: Config) -> str:
+    """What a server with these options computes on, "cuda" or "cpu"; where the options say it, none is looked for."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def device_of(config: Config, place: Place | None = None) -> torch.device:
     """What the process computes on. Raises ModelError when there is no such device."""
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ModelError("--device: expected a CUDA device, found none")
-    if not has_cuda or config.device == "cpu":
+    if device_type(config) == "cpu":
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ModelError("--device: expected a CUDA device, found none")
     needed, found = config.tensor_parallel if place is None else place.local_size, torch.cuda.device_count()
     if needed > found:
         raise ModelError(f"--tensor-parallel: expected at most {found}, the GPUs of this host, got {needed}")
     return torch.device("cuda") if place is None else torch.device("cuda", place.local_rank)
 
 
-def model_options(config: Config, place: Place | None = None) -> ModelOptions:
-    """What the model module is asked to load; of what ranks share, rank 0's. Raises ModelError as `device_of`."""
+def model_options(config: Config, place: Place | None = None, device: torch.device | None = None) -> ModelOptions:
+    """What the model module is asked to load; of what ranks share, rank 0's.
+
+    device: None for what the process computes on; then raises ModelError as `device_of`.
+    """
     return ModelOptions(
-        device=device_of(config, place),
+        device=device or device_of(config, place),
         model=None if config.model is None else Path(config.model),
         random_init=None if config.random_init is None else Path(config.random_init),
         seed=config.seed,

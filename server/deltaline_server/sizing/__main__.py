@@ -21,7 +21,7 @@ from deltaline_server.front.port.memory import most_bytes as port_bytes
 from deltaline_server.front.port.memory import most_half_sent_bytes
 from deltaline_server.layers.kv_cache import COPIES
 from deltaline_server.local_socket import OFF
-from deltaline_server.sizing.host import on_host
+from deltaline_server.sizing.host import on_host, ranks_on_host
 from deltaline_server.sizing.sizes import LayerSize, Sizes, size
 
 _CONTEXT_DIGITS = 12
@@ -92,7 +92,8 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
     rows.append(("together, beside what batches need", *_both(sizes.total_bytes)))
     lines += ["", *_table(rows)]
     if host_bytes is not None:
-        room = "too little" if sizes.total_bytes + config.host_state_bytes > host_bytes else "room"
+        taken_bytes = ranks_on_host(sizes) * sizes.total_bytes + config.host_state_bytes
+        room = "too little" if taken_bytes > host_bytes else "room"
         lines.append(f"this host has {_exact(host_bytes)} of memory: {room} for this server on its CPU")
     lines.append("")
     if config.host_state_bytes:

@@ -25,7 +25,8 @@ from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.model import ModelPlan, check_model, open_plan
 from deltaline_server.models.parts import LayerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
-from deltaline_server.models.weights import expected_tensors
+from deltaline_server.models.weights import CPU, expected_tensors
+from deltaline_server.ranks.place import Place
 from deltaline_server.snapshots.device.transfer import staging_bytes
 from deltaline_server.snapshots.layout import StateLayer, StateLayout
 
@@ -133,13 +134,14 @@ class Sizes:
         return state.kv is None or state.kv.num_pages >= count * self.pages_per_sequence
 
 
-def size(config: Config, context: int | None) -> Sizes:
-    """Size a server with these options. context: None for the most tokens of a sequence, or 0 where that has no limit.
+def size(config: Config, context: int | None, place: Place | None = None) -> Sizes:
+    """Size a server with these options, over ranks one of them; no device is asked.
 
-    Raises ModelError as the server's start does, but for a limit that is too low; ValueError for a context that the
-    server would not take.
+    context: None for the most tokens of a sequence, or 0 where that has no limit. place: of this process among ranks
+    that have been started. Raises ModelError as the server's start does, but for a limit that is too low; ValueError
+    for a context that the server would not take.
     """
-    options, state = model_options(config), state_options(config)
+    options, state = model_options(config, place, CPU), state_options(config)
     adapter_bytes = check_model(options)
     with open_plan(options) as plan:
         planned, fits = _plan_state(plan.shapes, state, plan.layout.placement.dtype)
