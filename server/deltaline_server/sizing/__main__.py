@@ -35,8 +35,7 @@ and the names of its tensors: no weight is read, nothing is allocated, no GPU is
   deltaline size --random-init config.json --layers 0:16          of a config alone, and of a part of its layers
 
 It takes every option of deltaline-server, in the environment and a --config file as well; those that change nothing of
-this are ignored. --max-sequences, --max-draft-tokens, --state-dtype, --page-size, --max-context, --dtype, --scope,
---stream-ends and those of adapters do.
+this are ignored.
 """
 
 

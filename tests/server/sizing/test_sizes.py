@@ -290,6 +290,16 @@ def test_the_command_tells_what_the_host_has(
     assert [line.partition(": ")[2] for line in lines] == ([f"{told} for this server on its CPU"] if told else [])
 
 
+def test_the_command_needs_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = config_of(tmp_path, RANKED["gated-delta-net"]).random_init
+    options = ["--device", "cuda", "--random-init", str(path), "--tensor-parallel", "4"]
+    monkeypatch.setattr(sys, "argv", ["deltaline size", *options])
+    assert sizing.main() == 0
+    out = capsys.readouterr().out
+    assert "on each of 4 devices" in out and "this host has" not in out
+
+
 def test_the_command_is_run_with_what_the_server_is_run_with(capfd: Capture) -> None:
     assert main.main(["size", "--random-init", "x", "--contxt", "5"]) == 1
     assert capfd.readouterr().err == "deltaline: error: unrecognized arguments: --contxt 5\n"
