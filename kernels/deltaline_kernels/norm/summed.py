@@ -8,7 +8,6 @@ which they begin behind a summand that this GPU sends in the next one. Knows no 
 hands it in.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,33 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltaline_kernels.device.overlap import can_overlap, launch_options
-
-PROGRAMS = 64
-"""Of every launch, so that their turns are alike."""
-PARTS = 3
-"""Of the memory."""
-UNWRITTEN = 0xFF
-"""Every byte of memory that nobody has written to."""
-
-
-@dataclass(frozen=True, eq=False)
-class PeerSums:
-    """Memory through which the GPUs of a group sum, as one of them sees it; all launch the same calls in one order.
-
-    Args:
-        memories: int64 `[world]` on the device, the address of each rank's memory, at which this GPU reaches it:
-            `[PARTS, world, slot_bytes]`, a slot for what each rank sends, UNWRITTEN on all ranks before the first call.
-        turns: int32 `[PROGRAMS, 2]`, this GPU's own, 0 before the first call: the part whose turn it is, and values of
-            a summand of the call before.
-        slot_bytes: most bytes of a summand, a multiple of 16.
-        rank, world: this GPU's place, and how many there are.
-    """
-
-    memories: Tensor
-    turns: Tensor
-    slot_bytes: int
-    rank: int
-    world: int
+from deltaline_kernels.norm.peer_sums import PARTS, PROGRAMS, PeerSums
 
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.

@@ -6,15 +6,12 @@ addition of torch's kernels rounds. They need no multicast.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from deltaline_kernels.norm.summed import PeerSums
+from deltaline_kernels.norm.peer_sums import PARTS, PROGRAMS, UNWRITTEN, PeerSums
 
 DTYPES = (torch.bfloat16, torch.float32)
 """What the kernels add."""
@@ -22,6 +19,11 @@ ALIGNMENT = 16
 """A summand's bytes are a multiple of it."""
 JOINED_BYTES = 5 << 19
 """Of a summand that one launch adds, with the residual and the norm behind it: 256 rows of 5,120 bf16 values."""
+
+
+def slots_bytes(world_size: int) -> int:
+    """Bytes on each GPU of what `PeerMemory.join` works with."""
+    return PARTS * world_size * JOINED_BYTES
 
 
 class PeerMemory:
@@ -69,9 +71,7 @@ class PeerMemory:
 
     def _share_slots(self, group: dist.ProcessGroup, device: torch.device) -> PeerSums:
         """Allocate and share what `join` works with, on all ranks before any of them uses it."""
-        from deltaline_kernels.norm.summed import PARTS, PROGRAMS, UNWRITTEN, PeerSums
-
-        self._slots = symm_mem.empty(PARTS * group.size() * JOINED_BYTES, dtype=torch.uint8, device=device)
+        self._slots = symm_mem.empty(slots_bytes(group.size()), dtype=torch.uint8, device=device)
         addresses = symm_mem.rendezvous(self._slots, self._group).buffer_ptrs
         self._slots.fill_(UNWRITTEN)
         memories = torch.tensor(addresses, dtype=torch.int64, device=device)

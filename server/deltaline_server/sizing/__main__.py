@@ -88,6 +88,8 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
         rows.append(("what stored states are copied through", *_both(sizes.transfer_bytes)))
     if sizes.adapter_bytes:
         rows.append((f"{config.adapter_slots} adapter slots", *_both(sizes.adapter_bytes)))
+    if sizes.peer_bytes:
+        rows.append(("what the ranks sum through", *_both(sizes.peer_bytes)))
     rows.append(("together, beside what batches need", *_both(sizes.total_bytes)))
     lines += ["", *_table(rows)]
     if host_bytes is not None:

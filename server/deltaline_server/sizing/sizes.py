@@ -13,7 +13,7 @@ import torch
 
 from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.computing import model_options, spare_lines_of, state_options
+from deltaline_server.computing import device_type, model_options, spare_lines_of, state_options
 from deltaline_server.config import Config
 from deltaline_server.layers.expert_shape import SIGMOID, ExpertsShape
 from deltaline_server.layers.experts import scale_grids
@@ -26,6 +26,8 @@ from deltaline_server.models.model import ModelPlan, check_model, open_plan
 from deltaline_server.models.parts import LayerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
 from deltaline_server.models.weights import CPU, expected_tensors
+from deltaline_server.ranks.group import PEER_BYTES
+from deltaline_server.ranks.peer_memory import slots_bytes
 from deltaline_server.ranks.place import Place
 from deltaline_server.snapshots.device.transfer import staging_bytes
 from deltaline_server.snapshots.layout import StateLayer, StateLayout
@@ -73,10 +75,11 @@ class Sizes:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of weights, state, what its pages and stored states are copied through, and places of adapters: all
-        that is allocated at start, but for what batches need."""
+        """Bytes of weights, state, what its pages and stored states are copied through, places of adapters, and what
+        is shared with peers: all that is allocated at start, but for what batches need."""
         copy_bytes = 0 if self.state.kv is None else self.state.kv.copy_bytes
-        return self.weight_bytes + self.state.total_bytes + copy_bytes + self.transfer_bytes + self.adapter_bytes
+        between_bytes = copy_bytes + self.transfer_bytes + self.peer_bytes
+        return self.weight_bytes + self.state.total_bytes + between_bytes + self.adapter_bytes
 
     @property
     def transfer_bytes(self) -> int:
@@ -93,6 +96,13 @@ class Sizes:
             max_draft=self.options.max_draft,
         )
         return staging_bytes(layout, self.state.kv)
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes of a GPU's memory through which ranks sum, where the GPUs reach each other's; 0 on the CPU and where
+        there are no ranks."""
+        ranks = self.plan.layout.placement.world_size
+        return 0 if ranks == 1 or device_type(self.config) == "cpu" else PEER_BYTES + slots_bytes(ranks)
 
     @property
     def pages_per_sequence(self) -> int:

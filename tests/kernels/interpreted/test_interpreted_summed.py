@@ -22,7 +22,8 @@ def slots(memory: Tensor, world: int) -> Tensor:
     ("world", "rank", "residual_dtype"), [(2, 0, torch.float16), (2, 1, torch.float32), (3, 1, torch.float32)]
 )
 def test_ranks_add_in_their_order_and_parts_take_turns(world: int, rank: int, residual_dtype: torch.dtype) -> None:
-    from deltaline_kernels.norm.summed import PROGRAMS, PeerSums, summed_rms_norm
+    from deltaline_kernels.norm.peer_sums import PROGRAMS, PeerSums
+    from deltaline_kernels.norm.summed import summed_rms_norm
 
     memories = [torch.full((3 * world * SLOT_BYTES,), 0xFF, dtype=torch.uint8) for _ in range(world)]
     turns, others = torch.zeros(PROGRAMS, 2, dtype=torch.int32), [one for one in range(world) if one != rank]
@@ -55,7 +56,8 @@ def test_ranks_add_in_their_order_and_parts_take_turns(world: int, rank: int, re
 
 
 def test_a_summand_without_rows_is_refused() -> None:
-    from deltaline_kernels.norm.summed import PeerSums, summed_rms_norm
+    from deltaline_kernels.norm.peer_sums import PeerSums
+    from deltaline_kernels.norm.summed import summed_rms_norm
 
     nothing = torch.zeros(0, dtype=torch.int32)
     peers = PeerSums(nothing, nothing, SLOT_BYTES, 0, 2)

@@ -28,7 +28,8 @@ def expected(parts: list[Tensor], residual: Tensor, weight: Tensor, scale: float
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", [1, 3, 64, 200])
 def test_one_gpu_adds_its_summand_to_the_residual_and_norms_that(rows: int, dtype: torch.dtype) -> None:
-    from deltaline_kernels.norm.summed import PROGRAMS, PeerSums, summed_rms_norm
+    from deltaline_kernels.norm.peer_sums import PROGRAMS, PeerSums
+    from deltaline_kernels.norm.summed import summed_rms_norm
 
     memory = torch.full((3 * SLOT_BYTES * 8,), 0xFF, dtype=torch.uint8, device="cuda")
     turns = torch.zeros(PROGRAMS, 2, dtype=torch.int32, device="cuda")
@@ -50,7 +51,8 @@ def test_one_gpu_adds_its_summand_to_the_residual_and_norms_that(rows: int, dtyp
 def test_rows_cross_in_whole_vectors(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An address that was read from memory is known to be a multiple of 16 bytes."""
     pytest.importorskip("triton", reason="needs triton")
-    from deltaline_kernels.norm.summed import PROGRAMS, PeerSums, summed_rms_norm
+    from deltaline_kernels.norm.peer_sums import PROGRAMS, PeerSums
+    from deltaline_kernels.norm.summed import summed_rms_norm
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

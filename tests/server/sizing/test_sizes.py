@@ -298,6 +298,18 @@ def test_the_command_needs_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sizing.main() == 0
     out = capsys.readouterr().out
     assert "on each of 4 devices" in out and "this host has" not in out
+    # 96 MiB, and three slots of 2.5 MiB for each rank.
+    assert [line.split()[5:] for line in out.splitlines() if "sum through" in line] == [["132,120,576", "126.0", "MiB"]]
+
+
+@pytest.mark.parametrize(("device", "ranks", "expected"), [("cuda", 2, 111 << 20), ("cuda", 1, 0), ("cpu", 2, 0)])
+def test_what_peers_share_counts_for_what_a_server_takes(
+    device: str, ranks: int, expected: int, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, RANKED["gated-delta-net"], device=device, tensor_parallel=ranks)
+    sizes = size(config, None)
+    others = sizes.weight_bytes + sizes.state.total_bytes
+    assert (sizes.peer_bytes, sizes.total_bytes) == (expected, expected + others)
 
 
 def test_the_command_is_run_with_what_the_server_is_run_with(capfd: Capture) -> None:
