@@ -60,6 +60,8 @@ class Computing:
     def load(cls, config: Config, place: Place | None, progress: Progress | None = None) -> Self:
         """Load the model, test the kernels on its device and allocate its state. Raises ModelError; LostRankError.
 
+        From then on fp32 products are full fp32 (no TF32) in this process, whatever rank it is.
+
         place: among ranks, None where the process is a server by itself. progress: told the stages, and of the weights
         how many layers are loaded.
         """
@@ -86,6 +88,7 @@ class Computing:
     @classmethod
     def _load(cls, config: Config, options: ModelOptions, progress: Progress) -> Self:
         """The same, of this process alone."""
+        torch.set_float32_matmul_precision("highest")
         if config.threads:
             torch.set_num_threads(config.threads)
         check_adapter_memory(options)

@@ -1,11 +1,21 @@
-"""How rank 0's process ends when another rank is gone, whatever it waits for."""
+"""How a process loads what it computes, and how rank 0's ends when another rank is gone, whatever it waits for."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+import pytest
+import torch
+from rigs.small_models import GATED_DELTA_NET
+
+from deltaline_server import computing
+from deltaline_server.computing import Computing
+from deltaline_server.config import Config
 
 # The time that is told is 3.5 s; a busy host has more to do.
 MOST_S = 20.0
@@ -31,3 +41,15 @@ def test_a_process_that_waits_for_a_rank_that_is_gone_ends_by_itself() -> None:
         finally:
             process.kill()
     assert time.monotonic() - begin_s > 2.5  # callers have been told by then
+
+
+def test_products_are_full_fp32_before_kernels_are_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GATED_DELTA_NET))
+    found, before = [], torch.get_float32_matmul_precision()
+    monkeypatch.setattr(computing, "self_test", lambda *given: found.append(torch.get_float32_matmul_precision()))
+    torch.set_float32_matmul_precision("high")
+    try:
+        Computing.load(Config(random_init=str(tmp_path / "config.json"), device="cpu", max_sequences=1), None)
+        assert (found, torch.get_float32_matmul_precision()) == (["highest"], "highest")
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -83,17 +83,14 @@ class Engine:
         self._unfinished = self._queued = 0
         self._turn = time.monotonic()
         self._is_started = self._is_closed = self._has_failed = False
-        self._precision = ""
 
     def start(self) -> None:
-        """Start the threads. fp32 products are full fp32 (no TF32) in this process until `close`.
+        """Start the threads.
 
         The device is the calling thread's current one from now on, as `submit` and `poll` need it there.
         """
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
         self._is_started = True
         for thread in self._threads:
             thread.start()
@@ -185,7 +182,6 @@ class Engine:
             for thread in self._threads:
                 thread.join()
             self._executor.close()
-            torch.set_float32_matmul_precision(self._precision)
 
     def _order(self, change: _Change) -> None:
         """Launch a change behind what was submitted, at once if the device has all of that."""

@@ -235,15 +235,3 @@ def test_an_engine_that_never_started_can_be_closed(load: LoadFunction) -> None:
     engine = Engine(CpuExecutor(model, model.make_pool(StateOptions(1, 1))), model.device)
     engine.close()
     assert not engine.failed() and engine.heartbeat_s() == 0.0
-
-
-def test_products_are_full_fp32_while_the_engine_runs(load: LoadFunction) -> None:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        driver = Driver(load())
-        during = torch.get_float32_matmul_precision()
-        driver.engine.close()
-        assert (during, torch.get_float32_matmul_precision()) == ("highest", "high")
-    finally:
-        torch.set_float32_matmul_precision(before)
