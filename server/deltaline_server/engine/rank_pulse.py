@@ -29,7 +29,8 @@ class Pulse:
     """What this rank says to another one, and hears of it. It speaks, listens and counts on threads of their own, as it
     may wait for ever to be heard.
 
-    gone: called once, on such a thread, when the other one ends without a word or falls silent, with why.
+    gone: called once, on such a thread, when the other one ends without a word or falls silent, with why. Rank 0 ends
+    all: where this one has not by the time that it would be silent, what this one waits for may never come.
     """
 
     def __init__(self, way: Ranks, rank: int, gone: Callable[[str], None]) -> None:
@@ -74,7 +75,8 @@ class Pulse:
         except RuntimeError:
             self._lose("it ended")
         else:
-            self._leave()
+            if self._rank:
+                self._leave()
 
     def _count(self) -> None:
         while not self._is_over.wait(BEAT_S):

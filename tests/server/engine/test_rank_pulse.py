@@ -17,7 +17,7 @@ from deltaline_server.engine.rank_pulse import Pulse
 from deltaline_server.ranks.ways import Ranks
 
 WAIT_S = 10.0
-LIVES = torch.zeros(1, dtype=torch.int32)
+LIVES, ENDS = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
 
 
 class Way:
@@ -73,6 +73,20 @@ def test_who_closes_or_is_silent_is_gone_once(way: Way, rank: int, closes: bool)
     time.sleep(0.3)
     assert gone.empty()
     way.said[1 - rank].put(None)
+    pulse.stop(0.1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whoever_rank_0_leaves_behind_does_not_wait_for_ever(way: Way, rank: int) -> None:
+    """It may have failed, and say so to nobody; a rank that ends before rank 0 does was told to."""
+    gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+    pulse = Pulse(cast(Ranks, way), rank, gone.put)
+    way.said[1 - rank].put(ENDS)
+    if rank:
+        time.sleep(0.5)
+        assert gone.empty()
+    else:
+        assert gone.get(timeout=WAIT_S) == "it is silent"
     pulse.stop(0.1)
 
 
