@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -27,7 +28,7 @@ from deltaline_server.models.config import Scope
 from deltaline_server.models.kernel_check import self_test
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.models.servable import Auto
-from deltaline_server.ranks.group import Group, GroupError
+from deltaline_server.ranks.group import Group, GroupError, LostRankError
 from deltaline_server.ranks.place import Place
 from deltaline_server.ranks.ways import Ranks, Ways
 from deltaline_server.snapshots import layout
@@ -73,8 +74,11 @@ class Computing:
         group = Group(place, options.device)
         try:
             loaded = cls._load(config, replace(options, ranks=group.ranks), progress)
-        except ModelError as error:
-            group.fail(error)
+        except Exception as error:
+            # Of a fault its own log has the text, which may be of many lines and say anything.
+            why = str(error) if isinstance(error, ModelError) else f"it failed to load ({type(error).__name__})"
+            with suppress(LostRankError):  # or this rank's own reason would not be told
+                group.fail(why)
             raise
         try:
             group.agree(loaded.identity() | {"way of adding": group.ranks.way})

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from rigs.small_models import GATED_DELTA_NET
+from rigs.ranked_layers import MODELS
 
 from deltaline_server import computing
+from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.computing import Computing
 from deltaline_server.config import Config
+from deltaline_server.ranks.group import LostRankError
+from deltaline_server.ranks.place import Place
 
 # The time that is told is 3.5 s; a busy host has more to do.
 MOST_S = 20.0
@@ -43,8 +46,45 @@ def test_a_process_that_waits_for_a_rank_that_is_gone_ends_by_itself() -> None:
     assert time.monotonic() - begin_s > 2.5  # callers have been told by then
 
 
+class Group:
+    """This process among two, of which the other one hears what it says; whether rank 0 is there to be told."""
+
+    ranks, said, is_there = None, list[str](), True
+
+    def __init__(self, *given: object) -> None:
+        self.said.clear()
+
+    def fail(self, why: str) -> None:
+        if not self.is_there:
+            raise LostRankError
+        self.said.append(why)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ModelError("--layers: none"), "--layers: none"), (MemoryError("a\nb"), "it failed to load (MemoryError)")],
+)
+def test_a_rank_that_fails_to_load_tells_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str, is_there: bool
+) -> None:
+    """Else they wait for hours. Its own error is raised, whoever hears of it."""
+
+    def fail(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Group, "is_there", is_there)
+    monkeypatch.setattr(computing, "Group", Group)
+    monkeypatch.setattr(computing, "load_model", fail)
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["gated-delta-net"]))
+    place = Place(1, 2, 1, 2, "127.0.0.1", 1)
+    with pytest.raises(type(error)) as raised:
+        Computing.load(Config(random_init=str(tmp_path / "config.json"), device="cpu"), place)
+    assert raised.value is error and Group.said == [told] * is_there
+
+
 def test_products_are_full_fp32_before_kernels_are_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GATED_DELTA_NET))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["gated-delta-net"]))
     found, before = [], torch.get_float32_matmul_precision()
     monkeypatch.setattr(computing, "self_test", lambda *given: found.append(torch.get_float32_matmul_precision()))
     torch.set_float32_matmul_precision("high")

@@ -80,9 +80,9 @@ class Group:
                     got = one["said"].get(name)
                     raise GroupError(f"rank {rank}: expected the {name} of rank 0, {value}, got {got}")
 
-    def fail(self, error: Exception) -> None:
-        """Say, in place of `agree`, why this rank can't serve."""
-        self._say({"error": str(error)})
+    def fail(self, why: str) -> None:
+        """Say, in place of `agree`, why this rank can't serve, in one line. Raises LostRankError."""
+        self._say({"error": why})
 
     def _say(self, what: Mapping[str, object]) -> None:
         try:
