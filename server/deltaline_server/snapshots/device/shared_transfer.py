@@ -86,39 +86,47 @@ class SharedTransfer:
 
     def gather(self, spans: Sequence[SpanProgress], place: StatePlace, commits: Commits, memory: Bytes) -> None:
         """As StateTransfer.gather; and it has ended."""
-        share = self._own.room(spans, place)
-        self._tell(_told(_GATHER, spans, place))
-        self._own.gather(spans, place, commits, share)
+        share, places = self._own.room(spans, place), self._places(spans, place)
         for section in place.layout(self._layout).sections(spans):
             memory[section.offset + section.num_bytes : section.end] = 0
-        for rank in range(self._way.world_size):
-            if rank:
-                self._way.take(torch.from_numpy(share), rank)
-            for whole, part in self._places(spans, place, rank):
+        self._tell(_told(_GATHER, spans, place))
+        try:
+            self._own.gather(spans, place, commits, share)
+            for whole, part in places[0]:
                 memory[whole] = share[part]
+        finally:  # or the next one, of another state, would take the shares of this one
+            for rank, found in enumerate(places[1:], 1):
+                self._way.take(torch.from_numpy(share), rank)
+                for whole, part in found:
+                    memory[whole] = share[part]
 
     def scatter(self, spans: Sequence[SpanProgress], place: StatePlace, memory: Bytes) -> None:
         """As StateTransfer.scatter; and it has ended on every rank, whose next batch may read what it wrote."""
-        share = self._own.room(spans, place)
+        share, places = self._own.room(spans, place), self._places(spans, place)
         self._tell(_told(_SCATTER, spans, place))
-        for rank in reversed(range(self._way.world_size)):
+        for rank, found in reversed(list(enumerate(places))):
             share[:] = 0
-            for whole, part in self._places(spans, place, rank):
+            for whole, part in found:
                 share[part] = memory[whole]
             if rank:
                 self._way.give(torch.from_numpy(share), rank)
-        self._own.scatter(spans, place, share)
-        done = torch.empty(1)
-        for rank in range(1, self._way.world_size):
-            self._way.take(done, rank)
+        try:
+            self._own.scatter(spans, place, share)
+        finally:  # or the next one would take the answers to this one
+            done = torch.empty(1)
+            for rank in range(1, self._way.world_size):
+                self._way.take(done, rank)
 
     def commits(self, spans: Sequence[SpanProgress], memory: Bytes) -> Commits:
         """As StateTransfer.commits."""
         return self._own.commits(spans, memory)
 
-    def _places(self, spans: Sequence[SpanProgress], place: StatePlace, rank: int) -> list[tuple[slice, slice]]:
-        """Where each section of a rank's share lies in a whole state, and in the share; replies, which are written
-        elsewhere, are left alone, and rank 0 alone has commits."""
+    def _places(self, spans: Sequence[SpanProgress], place: StatePlace) -> list[list[tuple[slice, slice]]]:
+        """Of every rank, where each section of its share lies in a whole state, and in the share; replies, which are
+        written elsewhere, are left alone, and rank 0 alone has commits."""
+        return [self._places_of(rank, spans, place) for rank in range(self._way.world_size)]
+
+    def _places_of(self, rank: int, spans: Sequence[SpanProgress], place: StatePlace) -> list[tuple[slice, slice]]:
         found = []
         layouts = place.layout(self._layout), place.layout(self._own.layout)
         for whole, part in zip(*(one.sections(spans) for one in layouts), strict=True):

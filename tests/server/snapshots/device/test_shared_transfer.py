@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import torch
 from rigs.rank_processes import run_ranks
 from rigs.ranked_layers import MODELS, write_configs
 from rigs.ranked_states import carry
+from rigs.states import GATED_DELTA
 from torch import Tensor
 
 from deltaline_server.layers.state_pool import StatePool
@@ -23,7 +24,7 @@ from deltaline_server.ranks.ways import Ranks
 from deltaline_server.snapshots.device import shared_transfer
 from deltaline_server.snapshots.device.shared_transfer import SharedTransfer, ShareTransfer, Told
 from deltaline_server.snapshots.device.transfer import StatePlace
-from deltaline_server.snapshots.layout import SpanProgress, StateLayout
+from deltaline_server.snapshots.layout import Bytes, SpanProgress, StateLayer, StateLayout, state_bytes
 
 WAIT_S = 10.0
 
@@ -78,6 +79,68 @@ class Way:
         tensor.copy_(self._coming.get(timeout=WAIT_S))
 
 
+class Connected(NamedTuple):
+    """Transfers of rank 0 and of rank 1, what rank 1 is told, and what it has sent and rank 0 has not taken."""
+
+    whole: SharedTransfer
+    other: ShareTransfer
+    told: queue.SimpleQueue[Told]
+    answers: queue.SimpleQueue[Tensor]
+
+
+def connect(layout: StateLayout) -> Connected:
+    ends: tuple[queue.SimpleQueue[Tensor], queue.SimpleQueue[Tensor]] = queue.SimpleQueue(), queue.SimpleQueue()
+    ways = [cast(Ranks, Way(*ends)), cast(Ranks, Way(*reversed(ends)))]
+    model = cast(Model, SimpleNamespace(shapes=[layer.shape.shard(2) for layer in layout.layers]))
+    own, other = (ShareTransfer(layout, model, (), cast(StatePool, None), way) for way in ways)
+    told: queue.SimpleQueue[Told] = queue.SimpleQueue()
+    return Connected(SharedTransfer(layout, own, ways[0], told.put), other, told, ends[1])
+
+
+def test_a_failure_of_rank_0_leaves_no_answers_for_the_next_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the bytes of another state, of another principal."""
+
+    class Transfer:
+        """Of a rank: its first gather and scatter fail on rank 0; others fill a share with how many there were."""
+
+        def __init__(self, *_: object) -> None:
+            self.num_gathered = self.num_scattered = 0
+
+        def gather(self, spans: object, place: object, commits: object, memory: Bytes) -> None:
+            self.num_gathered += 1
+            memory[:] = self.num_gathered
+            if threading.current_thread().name != "follower" and self.num_gathered == 1:
+                raise RuntimeError("no room")
+
+        def scatter(self, *_: object) -> None:
+            self.num_scattered += 1
+            if threading.current_thread().name != "follower" and self.num_scattered == 1:
+                raise RuntimeError("no room")
+
+    monkeypatch.setattr(shared_transfer, "StateTransfer", Transfer)
+    layout = StateLayout((StateLayer(0, 0, GATED_DELTA),), num_spans=1, itemsize=4, state_itemsize=4, max_draft=1)
+    whole, other, told, answers = connect(layout)
+
+    def follow() -> None:
+        for _ in range(4):
+            other.follow(told.get(timeout=WAIT_S))
+
+    follower = threading.Thread(target=follow, name="follower")
+    follower.start()
+    spans, place = [SpanProgress()], StatePlace((0,), np.zeros(0, dtype=np.int32))
+    memory, commits = np.zeros(state_bytes(layout.sections(spans)), dtype=np.uint8), np.zeros((0, 3), dtype=np.int64)
+    with pytest.raises(RuntimeError, match="no room"):
+        whole.gather(spans, place, commits, memory)
+    whole.gather(spans, place, commits, memory)
+    for section in layout.sections(spans):
+        assert (memory[section.offset : section.offset + section.num_bytes] == 2).all()
+    with pytest.raises(RuntimeError, match="no room"):
+        whole.scatter(spans, place, memory)
+    whole.scatter(spans, place, memory)
+    follower.join(WAIT_S)
+    assert answers.empty()
+
+
 def test_a_scatter_ends_when_it_has_ended_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a batch that is told next reads on another rank what was there before."""
     may_end, has_begun = threading.Event(), threading.Event()
@@ -89,12 +152,7 @@ def test_a_scatter_ends_when_it_has_ended_on_every_rank(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(shared_transfer, "StateTransfer", lambda *_: SimpleNamespace(scatter=scatter))
     layout = StateLayout((), num_spans=1, itemsize=4, state_itemsize=4, max_draft=1)
-    ends: tuple[queue.SimpleQueue[Tensor], queue.SimpleQueue[Tensor]] = queue.SimpleQueue(), queue.SimpleQueue()
-    ways = [cast(Ranks, Way(*ends)), cast(Ranks, Way(*reversed(ends)))]
-    model, pool = cast(Model, SimpleNamespace(shapes=())), cast(StatePool, None)
-    own, other = (ShareTransfer(layout, model, (), pool, way) for way in ways)
-    told: queue.SimpleQueue[Told] = queue.SimpleQueue()
-    whole = SharedTransfer(layout, own, ways[0], told.put)
+    whole, other, told, _ = connect(layout)
     follower = threading.Thread(target=lambda: other.follow(told.get(timeout=WAIT_S)), name="follower")
     follower.start()
     state = [SpanProgress()], StatePlace((0,), np.zeros(0, dtype=np.int32)), np.zeros(0, dtype=np.uint8)
