@@ -43,7 +43,7 @@ class ShareTransfer:
         between hosts' memory, for this alone."""
         shares = zip(layout.layers, model.shapes, strict=True)
         self.layout = replace(layout, layers=tuple(replace(layer, shape=shape) for layer, shape in shares))
-        self._transfer, self._way = StateTransfer(self.layout, numbers, pool), way
+        self._transfer, self._way, self._device = StateTransfer(self.layout, numbers, pool), way, pool.device
 
     def follow(self, told: Told) -> None:
         """Do on another rank what rank 0 has told; on the stream and thread on which it would copy."""
@@ -64,16 +64,21 @@ class ShareTransfer:
     def gather(self, spans: Sequence[SpanProgress], place: StatePlace, commits: Commits, share: Bytes) -> None:
         """Fill a share's memory, and wait until that is done."""
         self._transfer.gather(spans, place, commits, share)
-        _wait()
+        self._wait()
 
     def scatter(self, spans: Sequence[SpanProgress], place: StatePlace, share: Bytes) -> None:
         """Put a share into the pool, and wait until that is done."""
         self._transfer.scatter(spans, place, share)
-        _wait()
+        self._wait()
 
     def commits(self, spans: Sequence[SpanProgress], memory: Bytes) -> Commits:
         """As StateTransfer's, of a share or a whole state: they are its first bytes."""
         return self._transfer.commits(spans, memory)
+
+    def _wait(self) -> None:
+        """Until the device has done what was begun on this thread's stream."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
 
 class SharedTransfer:
@@ -158,9 +163,3 @@ def _heard(told: Told, num_spans: int) -> tuple[int, list[SpanProgress], StatePl
     spans = [SpanProgress(*row) for row in values[:rest].reshape(num_spans, -1).tolist()]
     lines, pages = values[rest : rest + num_lines], values[rest + num_lines :]
     return kind, spans, StatePlace(tuple(lines.tolist()), pages.astype(np.int32))
-
-
-def _wait() -> None:
-    """Until the device has done what was begun on this thread's stream."""
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()

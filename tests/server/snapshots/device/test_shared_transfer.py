@@ -92,13 +92,15 @@ def connect(layout: StateLayout) -> Connected:
     ends: tuple[queue.SimpleQueue[Tensor], queue.SimpleQueue[Tensor]] = queue.SimpleQueue(), queue.SimpleQueue()
     ways = [cast(Ranks, Way(*ends)), cast(Ranks, Way(*reversed(ends)))]
     model = cast(Model, SimpleNamespace(shapes=[layer.shape.shard(2) for layer in layout.layers]))
-    own, other = (ShareTransfer(layout, model, (), cast(StatePool, None), way) for way in ways)
+    pool = cast(StatePool, SimpleNamespace(device=torch.device("cpu")))
+    own, other = (ShareTransfer(layout, model, (), pool, way) for way in ways)
     told: queue.SimpleQueue[Told] = queue.SimpleQueue()
     return Connected(SharedTransfer(layout, own, ways[0], told.put), other, told, ends[1])
 
 
 def test_a_failure_of_rank_0_leaves_no_answers_for_the_next_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are the bytes of another state, of another principal."""
+    """They are the bytes of another state, of another principal. And nobody waits for a GPU that is not the pool's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     class Transfer:
         """Of a rank: its first gather and scatter fail on rank 0; others fill a share with how many there were."""
