@@ -128,6 +128,7 @@ class Computing:
             "limits of batches": str(self.limits),
             "lines, drafts and pages": str((pool.num_lines, pool.max_draft, kv)),
             "adapter places": str(adapters),
+            "ends of streams": self.options.stream_ends.value,
             "layers that are computed before graphs are captured": str(self.model.distinct(pool)),
             "versions": f"deltaline {__version__}, torch {torch.__version__}",
         }

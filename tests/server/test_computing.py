@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,11 @@ def test_products_are_full_fp32_before_kernels_are_tested(tmp_path: Path, monkey
         assert (found, torch.get_float32_matmul_precision()) == (["highest"], "highest")
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_ranks_agree_on_the_ends_of_streams(tmp_path: Path) -> None:
+    """What a state may go on with is the same, but not the width of what a rank gets."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["streams"]))
+    config = Config(random_init=str(tmp_path / "config.json"), device="cpu", max_sequences=1)
+    one, other = (Computing.load(replace(config, stream_ends=ends), None).identity() for ends in ("none", "expand"))
+    assert one.items() ^ other.items() == {("ends of streams", "none"), ("ends of streams", "expand")}
