@@ -50,17 +50,22 @@ function errorOf(failure) {
 export class Client {
   constructor(address, { deadlineMs = 30_000, credentials = grpc.credentials.createInsecure() } = {}) {
     this.deadlineMs = deadlineMs;
+    this.affinity = randomBytes(16).toString('hex');
     this.stubs = [v1.LayerService, v1.StateService, v1.AdminService].map((Stub) => new Stub(address, credentials));
     [this.layers, this.states, this.admin] = this.stubs;
   }
 
   // Makes a call, and the same call again where its outcome is unknown or the server says that it may succeed later.
-  async call(stub, method, request) {
+  // server: the name of the one that it means, of several behind one address; '' where any will do.
+  async call(stub, method, request, server = '') {
+    const metadata = new grpc.Metadata();
+    metadata.set('deltaline-affinity', this.affinity);
+    if (server !== '') metadata.set('deltaline-server', server);
     for (let tries = 1; ; tries += 1) {
       try {
         return await new Promise((resolve, reject) => {
           const deadline = Date.now() + this.deadlineMs;
-          stub[method](request, { deadline }, (failure, reply) => (failure ? reject(errorOf(failure)) : resolve(reply)));
+          stub[method](request, metadata, { deadline }, (failure, reply) => (failure ? reject(errorOf(failure)) : resolve(reply)));
         });
       } catch (error) {
         const again = error.retryAfterMs !== null || (error.reason === '' && UNKNOWN.includes(error.code));
@@ -76,10 +81,11 @@ export class Client {
     return this.served;
   }
 
-  // Opens sequences. What is remembered of one: its handle and its server's epoch, its last step, its committed tokens.
+  // Opens sequences. What is remembered of one: its handle, its server's epoch and name, its last step, its committed
+  // tokens.
   async open(count = 1) {
     const reply = await this.call(this.layers, 'OpenSequences', { count, open_token: randomBytes(16) });
-    return reply.sequence.map((handle) => ({ handle, epoch: reply.server_epoch, step: 0, position: 0 }));
+    return reply.sequence.map((handle) => sequenceOf(reply, handle, 0));
   }
 
   // Hidden states [tokens, hidden] of one sequence: steps that fit a message. Returns the outputs, [tokens, hidden].
@@ -123,7 +129,7 @@ export class Client {
         inline: Buffer.from(hidden.buffer, hidden.byteOffset, hidden.byteLength),
       },
     };
-    const reply = await this.call(this.layers, 'Step', this.lastStep);
+    const reply = await this.call(this.layers, 'Step', this.lastStep, sequences[0].server);
     const refused = new Set(reply.row_status.map(({ row }) => row));
     sequences.forEach((sequence, row) => {
       if (!refused.has(row)) {
@@ -137,29 +143,33 @@ export class Client {
 
   // How many of the verify's tokens join the sequence, its first included.
   async commit(sequence, accepted) {
-    const { handle, epoch, step } = sequence;
+    const { handle, epoch, server, step } = sequence;
     const request = { server_epoch: epoch, sequence: [handle], step: [step], accepted: [accepted] };
-    const reply = await this.call(this.layers, 'CommitSequences', request);
+    const reply = await this.call(this.layers, 'CommitSequences', request, server);
     for (const { status } of reply.row_status) throw new DeltalineError(status.code, status.message, status.details);
     sequence.position = Number(reply.position[0]);
   }
 
   // Children that go on from where a sequence is.
-  async fork({ handle, epoch }, count) {
+  async fork({ handle, epoch, server }, count) {
     const request = { request_id: randomBytes(16), server_epoch: epoch, sequence: [handle], count };
-    const reply = await this.call(this.states, 'ForkSequences', request);
+    const reply = await this.call(this.states, 'ForkSequences', request, server);
     const position = Number(reply.position[0]);
-    return reply.sequence.map((child) => ({ handle: child, epoch: reply.server_epoch, step: 0, position }));
+    return reply.sequence.map((child) => sequenceOf(reply, child, position));
   }
 
   async close(sequences) {
     const request = { server_epoch: sequences[0].epoch, sequence: sequences.map(({ handle }) => handle) };
-    return (await this.call(this.layers, 'CloseSequences', request)).state;
+    return (await this.call(this.layers, 'CloseSequences', request, sequences[0].server)).state;
   }
 
   disconnect() {
     this.stubs.forEach((stub) => stub.close());
   }
+}
+
+function sequenceOf({ server_epoch: epoch, server }, handle, position) {
+  return { handle, epoch, server, step: 0, position };
 }
 
 // The outputs of a StepResponse, a copy: a Buffer's bytes are not aligned.

@@ -58,9 +58,16 @@ ANONYMOUS = Principal(0, "anonymous")
 SHARED = Principal(-1, "shared")
 
 
-def check_share(held: int, asked: int, free: int, what: str, reason: Reason = Reason.QUEUE_FULL) -> None:
+def check_share(
+    held: int,
+    asked: int,
+    free: int,
+    what: str,
+    reason: Reason = Reason.QUEUE_FULL,
+    retry_after_s: float | None = 0.02,
+) -> None:
     """Raise RequestError where a principal that holds so much would have more than it leaves to all others, of what so
     much is free; who holds nothing may have what there is."""
     if held and held + asked > free - asked:
         message = f"this principal has {held} {what}, {asked} more would leave others {max(0, free - asked)}"
-        raise RequestError(reason, message, retry_after_s=0.02)
+        raise RequestError(reason, message, retry_after_s=retry_after_s)

@@ -63,7 +63,7 @@ def is_retryable(error: DeltalineError) -> bool:
     """Whether the same request may succeed later.
 
     True for lost answers, for a server that stops (another may take its place), and wherever the server sent RetryInfo;
-    never for a drain: this server will take no new sequence again.
+    never for a drain, with which earlier servers sent one: it is not taken back.
     """
     if isinstance(error, Draining):
         return False

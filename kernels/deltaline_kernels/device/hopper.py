@@ -18,6 +18,11 @@ def on_hopper(device: torch.device) -> bool:
     return compiled and torch.cuda.get_device_capability(device)[0] == 9
 
 
+def is_aligned(x: Tensor) -> bool:
+    """Return whether tiles of x can be copied whole: there are rows, and they begin at multiples of 16 bytes."""
+    return x.shape[0] > 0 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
 def make_tiles(matrix: Tensor, width: int, tokens: int) -> TensorDescriptor:
     """Return tiles of 16-bit values, of so many tokens and columns of `[T, columns]`, as copies have them in shared
     memory."""

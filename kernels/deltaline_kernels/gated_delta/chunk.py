@@ -24,10 +24,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.device.delta_rule.parts import empty_ends, join_parts
+from deltaline_kernels.device.hopper import is_aligned
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
-from deltaline_kernels.device.tiles import is_aligned
 from deltaline_kernels.device.waypoints import find_stop, find_waypoint, keep_state
 from deltaline_kernels.gated_delta.hopper_chunk import can_walk, launch_walk
 from deltaline_kernels.gated_delta.hopper_ends import launch_ends

@@ -25,9 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
-from deltaline_kernels.device.hopper import barrier, copy_rest
+from deltaline_kernels.device.hopper import barrier, copy_rest, is_aligned
 from deltaline_kernels.device.row_splits import RowSplits
-from deltaline_kernels.device.tiles import is_aligned
 from deltaline_kernels.kda.plan import BLOCK_V, CHUNK, MANY_BLOCK_V, MANY_HEADS
 from deltaline_kernels.kda.transform import Chunks
 from deltaline_kernels.rows import Rows, StateLines

@@ -21,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deltaline_kernels.device.hopper import is_aligned
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
-from deltaline_kernels.device.tiles import is_aligned
 from deltaline_kernels.device.waypoints import find_stop, find_waypoint, keep_state
 from deltaline_kernels.mamba2.hopper_chunk import can_walk, launch_walk
 from deltaline_kernels.mamba2.inputs import MambaInputs

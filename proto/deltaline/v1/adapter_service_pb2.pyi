@@ -154,7 +154,7 @@ class LoadAdapterRequest(_message.Message):
     """True to keep it when memory is short. The last call counts."""
     chunk: _builtins.bytes
     """The next bytes of adapter_model.safetensors, at most GetServerInfoResponse.inline_limit_bytes of them. All have to
-    come within 10 minutes: else DEADLINE_EXCEEDED, reason UPLOAD_TIMEOUT.
+    come within 10 minutes, each within 30 seconds of the one before: else DEADLINE_EXCEEDED, reason UPLOAD_TIMEOUT.
     """
     shared: _builtins.bool
     """True to load it for everybody, which takes the role `admin`: else PERMISSION_DENIED, reason ROLE_MISSING. Names are

@@ -172,7 +172,7 @@ class GetServerInfoResponse(_message.Message):
     state_dtype: _tensor_pb2.DataType.ValueType
     """Element type of the recurrent state."""
     max_sequences: _builtins.int
-    """Most sequences at a time, and most rows of a request."""
+    """Most sequences at a time, and most rows of a request, which has no more than GetLoadResponse.queued_rows_limit either."""
     max_draft_tokens: _builtins.int
     """Most tokens of a VERIFY row."""
     max_steps_in_flight: _builtins.int

@@ -156,8 +156,10 @@ class ForkSequencesRequest(_message.Message):
     """Asks for children. A sequence that is not known, closed, expired or poisoned: NOT_FOUND or DATA_LOSS, with the reasons
     that a step has; of another process: NOT_FOUND, reason STATE_LOST. A verify that waits for its commit:
     FAILED_PRECONDITION, reason VERIFY_PENDING. Spans at different positions: FAILED_PRECONDITION, reason SPANS_UNEVEN. A
-    value that is not finite: DATA_LOSS, reason STATE_NOT_FINITE. Fewer lines free than are needed: RESOURCE_EXHAUSTED,
-    reason NO_FREE_LINES; fewer pages: reason PAGES_EXHAUSTED. While draining: UNAVAILABLE, reason DRAINING.
+    value that is not finite: DATA_LOSS, reason STATE_NOT_FINITE. A step before it that was refused: ABORTED, reason
+    PREDECESSOR_REFUSED. Fewer lines free than are needed: RESOURCE_EXHAUSTED, reason NO_FREE_LINES, or NO_SNAPSHOT_LINES for
+    the line that parents and children share; fewer pages: reason PAGES_EXHAUSTED. While draining: UNAVAILABLE, reason
+    DRAINING.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -328,7 +330,8 @@ Global___CreateSnapshotsResponse: _TypeAlias = CreateSnapshotsResponse  # noqa: 
 @_typing.final
 class RestoreSequencesRequest(_message.Message):
     """Asks for sequences. A snapshot that is not held: NOT_FOUND, reason SNAPSHOT_UNKNOWN; fewer lines or pages free than are
-    needed: RESOURCE_EXHAUSTED, reason NO_FREE_LINES or PAGES_EXHAUSTED. While draining: UNAVAILABLE, reason DRAINING.
+    needed: RESOURCE_EXHAUSTED, reason NO_FREE_LINES or PAGES_EXHAUSTED, or NO_SNAPSHOT_LINES where a state finds no room on
+    the device, or the caller would leave others fewer lines than it keeps. While draining: UNAVAILABLE, reason DRAINING.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64\x65ltaline/v1/tensor.proto\x12\x0c\x64\x65ltaline.v1\"-\n\x0bSharedSlice\x12\x0e\n\x06region\x18\x01 \x01(\x06\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"\x88\x01\n\x06Tensor\x12%\n\x05\x64type\x18\x01 \x01(\x0e\x32\x16.deltaline.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x10\n\x06inline\x18\x03 \x01(\x0cH\x00\x12+\n\x06shared\x18\x04 \x01(\x0b\x32\x19.deltaline.v1.SharedSliceH\x00\x42\t\n\x07payload*k\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64\x65ltaline/v1/tensor.proto\x12\x0c\x64\x65ltaline.v1\"-\n\x0bSharedSlice\x12\x0e\n\x06region\x18\x01 \x01(\x06\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"\x88\x01\n\x06Tensor\x12%\n\x05\x64type\x18\x01 \x01(\x0e\x32\x16.deltaline.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x10\n\x06inline\x18\x03 \x01(\x0cH\x00\x12+\n\x06shared\x18\x04 \x01(\x0b\x32\x19.deltaline.v1.SharedSliceH\x00\x42\t\n\x07payload*k\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x42?Z=github.com/deltaline/deltaline/proto/deltaline/v1;deltalinev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'deltaline.v1.tensor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'Z=github.com/deltaline/deltaline/proto/deltaline/v1;deltalinev1'
   _globals['_DATATYPE']._serialized_start=229
   _globals['_DATATYPE']._serialized_end=336
   _globals['_SHAREDSLICE']._serialized_start=43

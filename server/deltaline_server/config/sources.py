@@ -21,7 +21,8 @@ MAX_CONFIG_BYTES = 1 << 20
 PREFIX = "DELTALINE_"
 Fields = Sequence[Field[Any]]
 _DESCRIPTION = """\
-Serves the recurrent layers (Gated DeltaNet, Mamba2) of a language model, and holds their recurrent state, behind gRPC.
+Serves recurrent layers (Gated DeltaNet, KDA, Mamba, short convolutions) and what is between them of a language model,
+and holds their state, behind gRPC.
 Give it a model directory as Hugging Face writes it:  deltaline-server --model ./Qwen3.5-4B --layers 0:3
 Or random weights, to try it or to measure it:        deltaline-server --random-init config.json"""
 _EPILOG = """\

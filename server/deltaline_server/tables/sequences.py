@@ -131,7 +131,7 @@ class SequenceTable:
     def check_room(self, count: int, principal: Principal) -> None:
         """Raise RequestError DRAINING, QUOTA_EXCEEDED or NO_FREE_LINES where no `count` more sequences may begin."""
         if self.is_draining:
-            raise RequestError(Reason.DRAINING, "the server is draining", retry_after_s=1.0)
+            raise RequestError(Reason.DRAINING, "the server is draining")
         if principal.quotas is not None:
             principal.quotas.check("sequences", self.num_open_of[principal.number], count)
         if count > len(self._free):

@@ -113,11 +113,12 @@ class Room:
         """Raise RequestError where the snapshots at places, which hold num_lines alone, would not do."""
         lines = self._lines
         if short.lines > num_lines:
-            message = (
-                f"{short.lines + lines.num_freezable} lines asked for, {lines.num_freezable + num_lines} of "
-                f"{lines.snapshot_lines} for snapshots can be had; the others are pinned, or sequences have yet to "
-                "step on"
-            )
+            asked, of = short.lines + lines.num_freezable, lines.snapshot_lines
+            can_be_had = f"{asked} lines asked for, {lines.num_freezable + num_lines} of {of} for snapshots can be had"
+            if asked > of:
+                message = f"{can_be_had}: --snapshot-lines is how many there are"
+                raise RequestError(Reason.NO_SNAPSHOT_LINES, message)
+            message = f"{can_be_had}; the others are pinned, or sequences have yet to step on"
             raise RequestError(Reason.NO_SNAPSHOT_LINES, message, retry_after_s=1.0)
         if count > len(places):
             message = f"{len(places)} of {self._eviction.num_places} snapshots may give way, {count} have to"

@@ -55,4 +55,6 @@ class Shares:
             kept = sum(pinned.values()) + len(self._device.under_way) + waiting.num_lines()
             free, others = self._table.lines.snapshot_lines - kept, count - 1  # beside the last
             what = "pinned snapshots, states under way and lines of sequences that have yet to step"
-            check_share(held + others, 1, free - others, what, Reason.NO_SNAPSHOT_LINES)
+            may_fit = count == 1 or 2 * count <= self._table.lines.snapshot_lines  # once nobody holds any
+            retry_after_s = 0.02 if may_fit else None
+            check_share(held + others, 1, free - others, what, Reason.NO_SNAPSHOT_LINES, retry_after_s)
