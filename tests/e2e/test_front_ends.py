@@ -98,7 +98,7 @@ async def test_every_method_says_what_it_says_without_a_front_end(both: tuple[Se
         server.drain()
         opening = METHODS[[method.name for method in METHODS].index("OpenSequences")]
         through, direct = [await said(channel, opening, b"\x08\x01") for channel in channels]
-        assert through == direct and "grpc-retry-pushback-ms" in dict(through[-1])
+        assert through == direct and "grpc-status-details-bin" in dict(through[-1])
 
 
 async def test_results_are_those_without_a_front_end(both: tuple[Server, list[str]]) -> None:
