@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import subprocess
 import sys
@@ -54,3 +55,33 @@ async def test_the_node_example_opens_steps_commits_forks_and_closes(make_server
         assert status == 0 and output.endswith("all as expected\n"), output
         server.runtime.scheduler.settle()
         assert server.runtime.table.num_open == 0
+
+
+ASTRAY = """
+import { Client } from './client.js';
+const [right, wrong] = process.argv.slice(1).map((address) => new Client(address));
+const told = [];
+for (const client of [right, wrong]) {
+  const close = client.layers.CloseSequences.bind(client.layers);
+  client.layers.CloseSequences = (request, metadata, ...rest) => {
+    told.push(metadata.get('deltaline-affinity')[0]);
+    return close(request, metadata, ...rest);
+  };
+}
+const [sequence] = await right.open();
+const [child] = await right.fork(sequence, 1);
+const astray = [...await wrong.close([sequence]), ...await wrong.close([child])];
+const states = [...astray, ...await right.close([sequence, child])];
+console.log(JSON.stringify({ states, told }));
+[right, wrong].forEach((client) => client.disconnect());
+"""
+
+
+async def test_a_call_that_a_router_brings_to_another_server_is_told_so(make_server: Callable[..., Server]) -> None:
+    async with make_server(advertise="right:1") as right, make_server(advertise="wrong:1") as wrong:
+        status, output = await run("--input-type=module", "-e", ASTRAY, right.address, wrong.address)
+    assert status == 0, output
+    result = json.loads(output)
+    assert result["states"] == ["SEQUENCE_STATE_ELSEWHERE"] * 2 + ["SEQUENCE_STATE_CLOSED"] * 2
+    first, again, other = result["told"]
+    assert first == again != other and len(first) == 32

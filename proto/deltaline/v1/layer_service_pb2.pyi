@@ -275,8 +275,9 @@ class OpenSequencesRequest(_message.Message):
     snapshot_id: _builtins.bytes
     """Snapshot.snapshot_id (StateService) of the state that all of them begin with, 16 bytes; empty for zero state. They
     have its adapter: with another `adapter` than none, or another length, INVALID_ARGUMENT, reason INVALID_REQUEST. One
-    that is not held: NOT_FOUND, reason SNAPSHOT_UNKNOWN; too few pages free: RESOURCE_EXHAUSTED, reason PAGES_EXHAUSTED.
-    A server without StateService knows no snapshots, and opens with zero state: see
+    that is not held: NOT_FOUND, reason SNAPSHOT_UNKNOWN; too few pages free: RESOURCE_EXHAUSTED, reason
+    PAGES_EXHAUSTED; no line for a state that lies elsewhere than on the device, or more kept than is left to others:
+    reason NO_SNAPSHOT_LINES. A server without StateService knows no snapshots, and opens with zero state: see
     GetServerInfoResponse.serves_state.
     """
     reuse: _prefix_pb2.ReusePolicy.ValueType
@@ -284,8 +285,8 @@ class OpenSequencesRequest(_message.Message):
     @_builtins.property
     def prefix(self) -> _prefix_pb2.PrefixKeys:
         """Keys of the prompt that all of them will compute: they begin with the state that is stored of it under `adapter`, if
-        there is one. Too few pages free for it: RESOURCE_EXHAUSTED, reason PAGES_EXHAUSTED. With snapshot_id:
-        INVALID_ARGUMENT, reason INVALID_REQUEST.
+        there is one. Too few pages free for it, or no line: refused as with snapshot_id. With snapshot_id: INVALID_ARGUMENT,
+        reason INVALID_REQUEST.
         """
 
     def __init__(
@@ -684,7 +685,8 @@ class StepRequest(_message.Message):
     MAX_REPLY_BYTES_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """From OpenSequencesResponse. 0: INVALID_ARGUMENT, reason INVALID_REQUEST. Another process's: every row is refused,
-    NOT_FOUND, reason STATE_LOST.
+    NOT_FOUND, reason STATE_LOST; or STATE_ELSEWHERE where the call means another server, by metadata "deltaline-server",
+    or this one knows where the sequence was moved to.
     """
     span: _builtins.int
     """Index into GetServerInfoResponse.spans. Beyond it: INVALID_ARGUMENT, reason UNKNOWN_SPAN."""
@@ -703,9 +705,10 @@ class StepRequest(_message.Message):
     """
     @_builtins.property
     def sequence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Handles, N of them, 1 .. GetServerInfoResponse.max_sequences. A handle twice: INVALID_ARGUMENT, reason
-        DUPLICATE_SEQUENCE. Not known, closed or expired: row status NOT_FOUND, reason SEQUENCE_UNKNOWN, SEQUENCE_CLOSED or
-        SEQUENCE_EXPIRED. Poisoned: row status DATA_LOSS, reason STATE_POISONED.
+        """Handles, N of them, 1 .. GetServerInfoResponse.max_sequences, and no more than GetLoadResponse.queued_rows_limit: else
+        INVALID_ARGUMENT, reason INVALID_BATCH. A handle twice: INVALID_ARGUMENT, reason DUPLICATE_SEQUENCE. Not known, closed
+        or expired: row status NOT_FOUND, reason SEQUENCE_UNKNOWN, SEQUENCE_CLOSED or SEQUENCE_EXPIRED; moved: reason
+        STATE_ELSEWHERE, as MovedSequence has it. Poisoned: row status DATA_LOSS, reason STATE_POISONED.
         """
 
     @_builtins.property
@@ -912,7 +915,8 @@ class CommitSequencesRequest(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """From OpenSequencesResponse. 0: INVALID_ARGUMENT, reason INVALID_REQUEST. Another process's: every row is refused,
-    NOT_FOUND, reason STATE_LOST.
+    NOT_FOUND, reason STATE_LOST; or STATE_ELSEWHERE where the call means another server, by metadata "deltaline-server",
+    or this one knows where the sequence was moved to.
     """
     span: _builtins.int
     """Index into GetServerInfoResponse.spans. Beyond it: INVALID_ARGUMENT, reason UNKNOWN_SPAN."""

@@ -154,12 +154,12 @@ Global___RestoredSequence: _TypeAlias = RestoredSequence  # noqa: Y015
 @_typing.final
 class ForkSequencesRequest(_message.Message):
     """Asks for children. A sequence that is not known, closed, expired or poisoned: NOT_FOUND or DATA_LOSS, with the reasons
-    that a step has; of another process: NOT_FOUND, reason STATE_LOST. A verify that waits for its commit:
-    FAILED_PRECONDITION, reason VERIFY_PENDING. Spans at different positions: FAILED_PRECONDITION, reason SPANS_UNEVEN. A
-    value that is not finite: DATA_LOSS, reason STATE_NOT_FINITE. A step before it that was refused: ABORTED, reason
-    PREDECESSOR_REFUSED. Fewer lines free than are needed: RESOURCE_EXHAUSTED, reason NO_FREE_LINES, or NO_SNAPSHOT_LINES for
-    the line that parents and children share; fewer pages: reason PAGES_EXHAUSTED. While draining: UNAVAILABLE, reason
-    DRAINING.
+    that a step has; of another process, or moved: NOT_FOUND, reason STATE_LOST or STATE_ELSEWHERE. A verify that waits
+    for its commit: FAILED_PRECONDITION, reason VERIFY_PENDING. Spans at different positions: FAILED_PRECONDITION, reason
+    SPANS_UNEVEN. A value that is not finite: DATA_LOSS, reason STATE_NOT_FINITE. A step before it that was refused:
+    ABORTED, reason PREDECESSOR_REFUSED. Fewer lines free than are needed: RESOURCE_EXHAUSTED, reason NO_FREE_LINES, or
+    NO_SNAPSHOT_LINES for the line that parents and children share; fewer pages: reason PAGES_EXHAUSTED. While draining:
+    UNAVAILABLE, reason DRAINING.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
