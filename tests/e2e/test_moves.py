@@ -218,26 +218,6 @@ async def test_what_is_closed_meanwhile_is_not_moved(tmp_path: Path, monkeypatch
         assert (source.runtime.table.num_open, target.runtime.table.num_open) == (0, 0)
 
 
-async def test_a_lease_made_longer_while_pages_go_keeps_a_sequence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with pair(tmp_path, HYBRID) as (source, target), Calls() as calls:
-        [one] = await calls.open(source.address, lease_ms=50_000)
-        await one.step(PREFILL, 100)
-        held = HeldPieces(source, monkeypatch)
-        moving = asyncio.create_task(calls.move([one], target.address))
-        await until(lambda: held.num_leaving)
-        renewed = pb.RenewLeasesRequest(server_epoch=one.epoch, sequence=[one.handle], lease_ms=60_000)
-        await calls.layer(source.address).RenewLeases(renewed)
-        held.go.set()
-        answer = await moving
-        assert reasons(answer) == {0: "MOVE_FAILED"} and "lease was made longer" in answer.row_status[0].status.message
-        assert held.num_leaving == 1, "nothing goes a second time, while the sequence stands still"
-        await one.step(DECODE, 1)
-        await calls.move([one], target.address)
-        assert (source.runtime.table.num_open, target.runtime.table.num_open) == (0, 1)
-
-
 async def test_where_moves_can_not_be_recorded_nothing_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> int:
         raise OSError(28, "No space left on device")

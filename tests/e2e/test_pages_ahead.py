@@ -87,7 +87,9 @@ async def test_a_lease_that_is_made_longer_meanwhile_is_not_cut(
         renewal = pb.RenewLeasesRequest(server_epoch=one.epoch, sequence=[one.handle], lease_ms=90_000)
         await calls.layer(one.address).RenewLeases(renewal)
         held.go.set()
-        assert reasons(await moving) == {0: "MOVE_FAILED"}
+        answer = await moving
+        assert reasons(answer) == {0: "MOVE_FAILED"} and "lease was made longer" in answer.row_status[0].status.message
+        assert held.num_leaving == 6, "its pages: the rest does not go in vain, while the sequence stands still"
         await one.step(DECODE)
         await until(lambda: not target.runtime.table.num_open)
         assert not reasons(await calls.move([one], target.address))

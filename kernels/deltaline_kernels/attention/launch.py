@@ -29,11 +29,9 @@ from deltaline_kernels.attention.plan import (
     choose_tile,
     count_at_once,
 )
+from deltaline_kernels.device.overlap import can_overlap, launch_options
 from deltaline_kernels.device.sizes import cdiv, pow2
 from deltaline_kernels.rows import Rows
-
-# From this capability on a launch may begin while the one before it still runs.
-HOPPER = (9, 0)
 
 
 @lru_cache
@@ -69,10 +67,7 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
     tiles = cdiv(max_length, tokens)
     columns = tokens * group
     item = columns * heads.value_dim + cdiv(2 * columns, 4) * 4
-    num_splits = _most_splits(keys, rows, tile, blocks)
-    while num_splits > rows.num_rows and num_splits * tiles * groups * item > MOST_PARTIALS:
-        tile = replace(tile, split=2 * tile.split)
-        num_splits = _most_splits(keys, rows, tile, blocks)
+    tile, num_splits = _fit_splits(keys, rows, tile, blocks, tiles * groups * item)
     split, num_items = tile.split, num_splits * tiles * groups
     if num_splits == rows.num_rows:
         # Nothing to combine.
@@ -99,7 +94,7 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
     table = rows.control if blocks is None else blocks.table
     sinks, gate, lse = (q if tensor is None else tensor for tensor in (sinks, gate, lse))
     shared = (parameters, table, sinks, gate, o, lse, partials)
-    overlap = bool(split) and q.device.type != "cpu" and torch.cuda.get_device_capability(q.device) >= HOPPER
+    overlap = bool(split) and can_overlap(q)
     programs = min(num_items, tile.programs * num_processors(q.device))
     if on_hopper:
         outputs = (sinks, gate, o, lse, partials)
@@ -107,26 +102,7 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
     else:
         _launch_attend(queries, keys, rows, tile, programs, shared, overlap=overlap, **constants, **items)
     if split:
-        channels, splits = choose_parts(heads.value_dim, tile.columns, rows.num_rows * max_length * heads.num_queries)
-        parts = max_length * heads.num_queries * cdiv(heads.value_dim, channels)
-        at_once = max(1, min(rows.num_rows, COMBINES * num_processors(q.device) // parts))
-        options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-        combine_kernel[(parts, at_once)](
-            rows.control,
-            *shared,
-            rows.control.stride(0),
-            rows.num_rows,
-            TOKENS=tokens,
-            BLOCK_DV=channels,
-            BLOCK_S=splits,
-            OVERLAP=overlap,
-            num_warps=4,
-            # Ranges of each head don't find room.
-            maxnreg=None if queries.modifiers.spec.ranges_by_head else COMBINE_REGISTERS,
-            **constants,
-            **items,
-            **options,
-        )
+        _launch_combine(queries, rows, tile, max_length, shared, overlap=overlap, **constants, **items)
 
 
 def _launch_attend(
@@ -172,6 +148,47 @@ def _launch_attend(
         num_warps=tile.num_warps,
         **constants,
     )
+
+
+def _launch_combine(
+    queries: Queries,
+    rows: Rows,
+    tile: Tile,
+    max_length: int,
+    shared: tuple[Tensor, ...],
+    *,
+    overlap: bool,
+    **constants: Any,
+) -> None:
+    heads, num_rows = queries.heads, rows.num_rows
+    channels, splits = choose_parts(heads.value_dim, tile.columns, num_rows * max_length * heads.num_queries)
+    parts = max_length * heads.num_queries * cdiv(heads.value_dim, channels)
+    at_once = max(1, min(num_rows, COMBINES * num_processors(queries.q.device) // parts))
+    combine_kernel[(parts, at_once)](
+        rows.control,
+        *shared,
+        rows.control.stride(0),
+        num_rows,
+        TOKENS=tile.tokens,
+        BLOCK_DV=channels,
+        BLOCK_S=splits,
+        OVERLAP=overlap,
+        num_warps=4,
+        # Ranges of each head don't find room.
+        maxnreg=None if queries.modifiers.spec.ranges_by_head else COMBINE_REGISTERS,
+        **constants,
+        **launch_options(overlap=overlap),
+    )
+
+
+def _fit_splits(keys: Keys, rows: Rows, tile: Tile, blocks: BlockLists | None, num_values: int) -> tuple[Tile, int]:
+    """Return the tile, with splits so long that what they leave for the combine has room, `num_values` of each; and
+    `_most_splits` of it."""
+    while True:
+        num_splits = _most_splits(keys, rows, tile, blocks)
+        if num_splits == rows.num_rows or num_splits * num_values <= MOST_PARTIALS:
+            return tile, num_splits
+        tile = replace(tile, split=2 * tile.split)
 
 
 def _most_splits(keys: Keys, rows: Rows, tile: Tile, blocks: BlockLists | None) -> int:

@@ -106,6 +106,10 @@ class HostTier:
         if found is not None:
             found.is_pinned = is_pinned
 
+    def needed_bytes(self, header: StateHeader) -> int:
+        """Bytes of a state here. Raises ValueError: the progress is none of this layout."""
+        return state_bytes(header.sections(self._layout))
+
     async def store(self, header: StateHeader, copy_in: Copy) -> bool:
         """Let `copy_in` fill a place; whether there was one. Until it is done nobody finds the state.
 
@@ -114,7 +118,7 @@ class HostTier:
         """
         if header.id in self._states or header.id in self._writing:
             raise ValueError("id: expected one that is not stored")
-        size = state_bytes(header.sections(self._layout))
+        size = self.needed_bytes(header)
         offset = self._take(max(size, 1))
         if offset is None:
             self.num_full += 1

@@ -235,8 +235,7 @@ class Moves:
 
         try:
             if not await self._host.store(header, copy_in):
-                message = "host memory has no room to bring the snapshot back: others are copied, or it is too large"
-                raise RequestError(Reason.NO_SNAPSHOT_LINES, message, retry_after_s=1.0)
+                raise self._host.no_room(self._host.needed_bytes(header))
         except _Unreadable:
             if self._snapshots.get(id) is not None:  # else it was over before its file was read
                 self.num_lost += 1

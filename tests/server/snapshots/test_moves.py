@@ -251,6 +251,20 @@ async def test_host_memory_that_is_full_lets_the_oldest_go(tmp_path: Path) -> No
     await rig.close()
 
 
+async def test_a_file_that_is_larger_than_host_memory_is_never_brought_back(tmp_path: Path) -> None:
+    """As an earlier server with more of it has left it; who asks is not told to come again."""
+    rig = make_rig(tmp_path, files=True)
+    made = await captured(await prefilled(rig))
+    await settled(rig)
+    await rig.close()
+    rig = make_rig(tmp_path, files=True, host_bytes=4096)
+    await rig.states.find_stored(lambda name: 0)
+    with refuses(Reason.NO_SNAPSHOT_LINES) as caught:
+        await restored(rig, made)
+    assert caught.value.refusal.retry_after_s is None and "--host-state-bytes" in str(caught.value)
+    await rig.close()
+
+
 async def test_those_who_want_the_same_wait_for_one_copy(tmp_path: Path) -> None:
     rig = make_rig(tmp_path)
     made = await captured(await prefilled(rig))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import NamedTuple
 
 from deltaline import wire
 from deltaline.v1 import state_service_pb2 as pb
@@ -27,6 +28,16 @@ from deltaline_server.tables.sequences import SequenceTable
 
 # A message of the stream; of one that has nothing else, its chunk, which is not copied.
 ImportMessage = pb.ImportStateRequest | memoryview | Lent
+
+
+class _Import(NamedTuple):
+    """What a call asks, and what comes by it: the state behind a header, whose it is to be, and its lease."""
+
+    asked: pb.ImportStateRequest
+    arriving: Arriving
+    stored: StoredHeader
+    owner: Principal
+    lease_s: float | None
 
 
 class Imports:
@@ -63,7 +74,7 @@ class Imports:
                     message = "sequence: must be set for the state of a sequence, and not for that of a snapshot"
                     raise RequestError(Reason.INVALID_REQUEST, message, field="sequence")
                 take = self._sequence if asked.sequence else self._snapshot
-                return await take(asked, exchange, arriving, stored, owner, lease_s)
+                return await take(exchange, _Import(asked, arriving, stored, owner, lease_s))
 
     def _owner(self, asked: pb.ImportStateRequest, header: StateHeader) -> Principal:
         """Whose it is to be what comes: the caller's, or by its name theirs whose it was. Raises RequestError
@@ -79,16 +90,9 @@ class Imports:
             raise RequestError(Reason.STATE_MISMATCH, message)
         return owner
 
-    async def _snapshot(
-        self,
-        asked: pb.ImportStateRequest,
-        exchange: Exchange,
-        arriving: Arriving,
-        stored: StoredHeader,
-        owner: Principal,
-        lease_s: float | None,
-    ) -> bytes:
+    async def _snapshot(self, exchange: Exchange, one: _Import) -> bytes:
         """Keep what arrives as a snapshot."""
+        asked, arriving, stored, owner, lease_s = one
         call = _call(asked)
         reply = self._request_ids.find(*call)
         if reply is not None:
@@ -104,17 +108,10 @@ class Imports:
                 self._request_ids.add(*call, reply)
         return reply
 
-    async def _sequence(
-        self,
-        asked: pb.ImportStateRequest,
-        exchange: Exchange,
-        arriving: Arriving,
-        stored: StoredHeader,
-        owner: Principal,
-        lease_s: float | None,
-    ) -> bytes:
+    async def _sequence(self, exchange: Exchange, one: _Import) -> bytes:
         """Open a sequence that goes on where what arrives stood, pages of which may come ahead; the same call may have
         come before, or come again and be faster."""
+        asked, arriving, stored, owner, lease_s = one
         if asked.pinned:
             message = "pinned: must not be set for a sequence"
             raise RequestError(Reason.INVALID_REQUEST, message, field="pinned")
