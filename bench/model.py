@@ -44,11 +44,11 @@ from deltaline_bench.plot import PlotUnavailable
 from deltaline_bench.service.random_steps import WrongAnswerError
 from deltaline_client import DeltalineError
 from deltaline_server.app import StartError
+from deltaline_server.batch import StepBatch
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import ConfigError
 from deltaline_server.log import Progress
 from deltaline_server.models.config import ModelConfig
-from deltaline_server.step import StepBatch
 
 JUDGED_DEVICE = "H200"
 ROUNDS, PREFILL_ROUNDS = 50, 5

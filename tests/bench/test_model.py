@@ -24,10 +24,10 @@ from deltaline_bench.model.walk import Steps
 from deltaline_bench.model.work import Work
 from deltaline_bench.service.random_steps import Walked, WrongAnswerError, check
 from deltaline_client import Row, RowOutcome, RowResult, StepResult
+from deltaline_server.batch import StepBatch
 from deltaline_server.engine.executor import CpuExecutor, DeviceCounts, Launched
 from deltaline_server.log import Progress
 from deltaline_server.models.config import ModelConfig
-from deltaline_server.step import StepBatch
 
 DENSE = DENSE_27B | {
     "dtype": "float32",

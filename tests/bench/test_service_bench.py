@@ -27,8 +27,8 @@ from deltaline_cli.bench.options import BenchOptions
 from deltaline_cli.bench.report import Report
 from deltaline_cli.bench.samples import Sample, Samples, sample
 from deltaline_cli.bench.verdict import Verdict
+from deltaline_server.batch import StepBatch
 from deltaline_server.front.trust.tls import Tls
-from deltaline_server.step import StepBatch
 
 US = 1e-6
 HOST: Any = None

@@ -14,12 +14,12 @@ from rigs.adapter_cases import fill_slots, random_adapter
 from rigs.limits import make_limits
 from rigs.line_batches import CHUNK, MAX_DRAFT, NUM_LINES, WAIT_S
 
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.computing import make_executor
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import Executor
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, load_model
-from deltaline_server.step import BatchResult, StepBatch
 
 NUM_SLOTS, MAX_RANK = 7, 16
 

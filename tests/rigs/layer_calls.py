@@ -14,8 +14,8 @@ from google.rpc import error_details_pb2, status_pb2
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.app import Server
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.errors import DOMAIN
-from deltaline_server.step import BatchResult, StepBatch
 
 HIDDEN = 32
 DECODE = pb.ROW_KIND_DECODE

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rigs.small_models import GATED_DELTA_NET
 
-from deltaline_server.step import SpanShapes, StepBatch
+from deltaline_server.batch import StepBatch
+from deltaline_server.step import SpanShapes
 from deltaline_server.tables.pages import PagePool
 
 HIDDEN, MAX_DRAFT, NUM_LINES, CHUNK = 128, 4, 24, 4096

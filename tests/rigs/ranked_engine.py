@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from rigs.ranked_layers import adapt
 
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import CpuExecutor, Executor
 from deltaline_server.engine.rank_executor import LeadingExecutor, follow
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, load_model
 from deltaline_server.ranks.ways import Ranks, Ways
-from deltaline_server.step import BatchResult, StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 
 MAX_DRAFT, PAGE_SIZE, NUM_LINES = 4, 64, 6

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rigs.adapter_rig import FakeContent, FakeDevice
 from rigs.limits import make_limits
 
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import ANONYMOUS
 from deltaline_server.scheduling.in_flight import BatchEngine
@@ -28,12 +29,10 @@ from deltaline_server.snapshots.sequences.in_order import InOrder
 from deltaline_server.snapshots.states import States
 from deltaline_server.step import (
     WAYPOINT_TOKENS,
-    BatchResult,
     OutputRows,
     RowKind,
     RowOutcome,
     SpanShapes,
-    StepBatch,
     StepForm,
     StepRequest,
     StepResult,

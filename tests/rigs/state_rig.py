@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rigs.limits import make_limits
 from rigs.scheduler_rig import Counts
 
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.computing import make_executor
 from deltaline_server.engine.executor import Executor
 from deltaline_server.layers.kv_cache import KvState
@@ -34,7 +35,6 @@ from deltaline_server.snapshots.sequences.in_order import InOrder
 from deltaline_server.snapshots.sequences.passage import Passage
 from deltaline_server.snapshots.states import States
 from deltaline_server.snapshots.tiers import Tiers, layer_numbers, make_layout
-from deltaline_server.step import BatchResult, StepBatch
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.captured.waypoints import WaypointTable

@@ -24,8 +24,9 @@ from rigs.small_models import (
 )
 from rigs.state_rig import MAX_DRAFT, PAGE_SIZE, Array, StateRig
 
+from deltaline_server.batch import StepBatch
 from deltaline_server.principal import ANONYMOUS
-from deltaline_server.step import OutputRows, RowKind, RowWaypoints, StepBatch, StepForm, StepRequest, StepResult
+from deltaline_server.step import OutputRows, RowKind, RowWaypoints, StepForm, StepRequest, StepResult
 from deltaline_server.tables.captured.snapshot import SnapshotDescription
 
 MODELS: dict[str, tuple[dict[str, Any], list[range] | None]] = {

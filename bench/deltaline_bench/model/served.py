@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from deltaline_bench.model.shapes import Shape
 from deltaline_kernels.rows import NUM_FIELDS
+from deltaline_server.batch import StepBatch
 from deltaline_server.computing import (
     make_executor,
     make_limits,
@@ -28,7 +29,7 @@ from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_sta
 from deltaline_server.log import Progress
 from deltaline_server.models.kernel_check import self_test
 from deltaline_server.models.model import Model, load_model
-from deltaline_server.step import Limits, StepBatch
+from deltaline_server.step import Limits
 
 WARM_UP = 3
 

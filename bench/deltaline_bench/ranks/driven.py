@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_bench.ranks.adapter import RANK, adapt
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.computing import make_executor
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.rank_executor import LeadingExecutor, follow
@@ -23,7 +24,7 @@ from deltaline_server.snapshots.device.shared_transfer import SharedTransfer
 from deltaline_server.snapshots.device.transfer import StatePlace, StateTransfer
 from deltaline_server.snapshots.layout import COMMIT_FIELDS, Bytes, SpanProgress, StateLayout, state_bytes
 from deltaline_server.snapshots.tiers import layer_numbers, make_layout, make_share
-from deltaline_server.step import BatchResult, Limits, StepBatch
+from deltaline_server.step import Limits
 from deltaline_server.tables.pages import PagesPlaced
 
 WAIT_S, MAX_DRAFT, LINES, PAGES = 120.0, 4, 10, 2

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from deltaline_bench.service.size import Size
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.config import Config
 from deltaline_server.runtime import Runtime
-from deltaline_server.step import BatchResult, StepBatch
 from deltaline_server.telemetry.metrics import Metrics
 
 DEPTH = 2

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from deltaline_server import computing
 from deltaline_server.__main__ import main
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.engine.executor import DeviceCounts, Launched, Report
-from deltaline_server.step import BatchResult, StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 
 # A batch of 64 short rows takes 662 us, one of 512 takes 2.86 ms; a token of a long one 1.3 us.

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_kernels.rows import NUM_FIELDS, WAYPOINT_TOKENS
-from deltaline_server.step import StepBatch
+from deltaline_server.batch import StepBatch
 
 # Bytes between whose multiples tensors of buffers begin.
 ALIGNMENT = 256

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from triton import knobs
 
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.engine.batch_layout import Layout
 from deltaline_server.engine.executor import DeviceCounts, Launched, Report
 from deltaline_server.engine.graphs import Bucket, Graphs
@@ -22,7 +23,6 @@ from deltaline_server.engine.staging import BatchBuffers, Copier
 from deltaline_server.layers.kv_cache import COPIES
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
-from deltaline_server.step import BatchResult, StepBatch
 from deltaline_server.tables.lines import NULL_LINE
 from deltaline_server.tables.pages import PagesPlaced
 

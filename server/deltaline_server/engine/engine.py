@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.engine.executor import Executor, Launched, Report
-from deltaline_server.step import BatchResult, StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 
 logger = logging.getLogger(__name__)

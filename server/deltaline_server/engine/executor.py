@@ -15,10 +15,10 @@ from torch import Tensor
 
 from deltaline_kernels import Rows
 from deltaline_kernels.rows import NUM_FIELDS
+from deltaline_server.batch import BatchResult, StepBatch, sound_rows
 from deltaline_server.engine.batch_layout import fill_waypoints, num_waypoints
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
-from deltaline_server.step import BatchResult, StepBatch, sound_rows
 from deltaline_server.tables.pages import PagesPlaced
 
 Report = Callable[[int, int], None]

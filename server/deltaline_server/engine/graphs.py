@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from deltaline_kernels import Rows
+from deltaline_server.batch import StepBatch
 from deltaline_server.engine.batch_layout import Layout
 from deltaline_server.engine.executor import Report, token_sizes
 from deltaline_server.engine.staging import BatchBuffers
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
-from deltaline_server.step import Limits, StepBatch
+from deltaline_server.step import Limits
 
 # Tokens of long rows of the smallest graph that has any.
 FEWEST_LONG_TOKENS = 256

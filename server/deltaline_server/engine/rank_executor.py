@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deltaline_server.batch import StepBatch
 from deltaline_server.engine.executor import DeviceCounts, Executor, Launched, Report
 from deltaline_server.engine.rank_orders import (
     FIRST_INTEGERS,
@@ -31,7 +32,6 @@ from deltaline_server.engine.rank_orders import (
 )
 from deltaline_server.engine.rank_pulse import END_S, Pulse
 from deltaline_server.ranks.ways import Ways
-from deltaline_server.step import StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_kernels.rows import NUM_FIELDS
+from deltaline_server.batch import StepBatch
 from deltaline_server.engine.batch_layout import NUM_PAGE_FIELDS
-from deltaline_server.step import StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 
 HEADER_FIELDS = 7

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltaline_kernels.rows import NUM_FIELDS
+from deltaline_server.batch import BatchResult, StepBatch, sound_rows
 from deltaline_server.engine.batch_layout import (
     NUM_PAGE_FIELDS,
     Layout,
@@ -23,7 +24,7 @@ from deltaline_server.engine.batch_layout import (
     fill_pages,
     fill_waypoints,
 )
-from deltaline_server.step import BatchResult, SpanShapes, StepBatch, sound_rows
+from deltaline_server.step import SpanShapes
 
 # Most bytes that cross either way with a graph's own copies: within the time that asking for copies one by one takes.
 CARRIED_BYTES = 1 << 20

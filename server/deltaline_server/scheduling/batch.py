@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.batch import StepBatch
 from deltaline_server.scheduling.adapters.batch_adapters import NO_PLACE, BatchAdapters
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
-from deltaline_server.step import OutputRows, RowKind, StepBatch
+from deltaline_server.step import OutputRows, RowKind
 from deltaline_server.tables.sequences import SequenceTable
 
 

@@ -10,10 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.scheduling.adapters.batch_adapters import NO_PLACE, BatchAdapters
 from deltaline_server.scheduling.observer import BatchTiming
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
-from deltaline_server.step import BatchResult, RowKind, StepBatch
+from deltaline_server.step import RowKind
 
 # After a batch that was polled the loop stays awake for so long, if nothing is in flight: who waits for a reply to send
 # the next step does so within that time, and a loop that slept is late by its waking and finds its caches cold.

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.batch import BatchResult
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.scheduling.adapters.adapter_wait import AdapterWait
@@ -32,7 +33,7 @@ from deltaline_server.scheduling.step_index import OnReached
 from deltaline_server.scheduling.tick import Tick
 from deltaline_server.scheduling.use import Use
 from deltaline_server.scheduling.waypoints import Waypoints
-from deltaline_server.step import BatchResult, Limits, RowKind, RowOutcome, StepRequest, StepResult
+from deltaline_server.step import Limits, RowKind, RowOutcome, StepRequest, StepResult
 from deltaline_server.tables.captured.waypoints import WaypointTable
 from deltaline_server.tables.kept_replies import Answers
 from deltaline_server.tables.ledger import Slots

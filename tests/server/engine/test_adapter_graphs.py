@@ -16,10 +16,10 @@ from rigs.engine_side import MAX_RANK, NUM_SLOTS, Side, bits, values, with_adapt
 from rigs.line_batches import CONFIG, MAX_DRAFT, NUM_LINES, WAIT_S, Sequences
 
 from deltaline_server.adapters.copier import AdapterCopier
+from deltaline_server.batch import BatchResult
 from deltaline_server.engine.executor import CpuExecutor
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.model import ModelOptions, load_model
-from deltaline_server.step import BatchResult
 
 # Two roundings to 16 bits per projection, in two orders.
 TOLERANCE = 3e-2

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rigs.limits import make_limits
 
+from deltaline_server.batch import StepBatch
 from deltaline_server.engine.batch_layout import Layout, fill_adapters, fill_pages
 from deltaline_server.engine.graphs import Bucket, Graphs, make_buckets
-from deltaline_server.step import StepBatch
 
 
 class Finder:

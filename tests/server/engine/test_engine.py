@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from rigs.limits import make_limits
 from rigs.small_models import GATED_DELTA_NET
 
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.computing import make_executor
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import CpuExecutor
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.models.model import Model, ModelOptions, load_model
-from deltaline_server.step import BatchResult, StepBatch
 
 HIDDEN = 32
 MAX_DRAFT = 4

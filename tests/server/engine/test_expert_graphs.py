@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rigs.engine_side import Side, bits, with_adapters
 from rigs.line_batches import CHUNK, CONFIG, MAX_DRAFT, NUM_LINES, Sequences
 
-from deltaline_server.step import StepBatch
+from deltaline_server.batch import StepBatch
 
 # An MLP in the last layer, which is a span of its own.
 EXPERTS = CONFIG | {

@@ -20,6 +20,7 @@ from rigs.limits import make_limits
 from rigs.line_batches import CHUNK, CONFIG, DTYPE, HIDDEN, MAX_DRAFT, NUM_LINES, PAGE_SIZE, WAIT_S, Sequences
 
 from deltaline_kernels import Rows
+from deltaline_server.batch import BatchResult, StepBatch, sound_rows
 from deltaline_server.computing import make_executor
 from deltaline_server.engine.batch_layout import fill_waypoints, num_waypoints
 from deltaline_server.engine.engine import Engine
@@ -34,7 +35,6 @@ from deltaline_server.engine.staging import DIRECT_BYTES
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
 from deltaline_server.models.model import Model, ModelOptions, load_model
-from deltaline_server.step import BatchResult, StepBatch, sound_rows
 
 MAMBA2 = {
     "model_type": "mamba2",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from deltaline_server.batch import StepBatch
 from deltaline_server.engine.rank_orders import (
     FIRST_INTEGERS,
     Order,
@@ -14,7 +15,6 @@ from deltaline_server.engine.rank_orders import (
     opened,
     transfer_order,
 )
-from deltaline_server.step import StepBatch
 
 
 @pytest.mark.parametrize("rows", [1, 64, 300])

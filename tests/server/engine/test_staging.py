@@ -13,9 +13,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from deltaline_server.batch import StepBatch
 from deltaline_server.engine.batch_layout import Layout
 from deltaline_server.engine.staging import CARRIED_BYTES, BatchBuffers, Copier
-from deltaline_server.step import SpanShapes, StepBatch
+from deltaline_server.step import SpanShapes
 
 HIDDEN, TOKENS = 8, 150
 DTYPE = np.dtype(ml_dtypes.bfloat16)

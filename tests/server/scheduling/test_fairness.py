@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from rigs.scheduler_rig import DECODE, PREFILL, Rig, refuses, turns
 
+from deltaline_server.batch import StepBatch
 from deltaline_server.errors import Reason
 from deltaline_server.principal import Principal
-from deltaline_server.step import StepBatch, StepResult
+from deltaline_server.step import StepResult
 
 ALICE, BOB = Principal(1, "alice"), Principal(2, "bob")
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from rigs.scheduler_rig import DECODE, PREFILL, VERIFY, Rig, checksum, outputs, reason, turns
 
+from deltaline_server.batch import StepBatch
 from deltaline_server.errors import Reason
-from deltaline_server.step import OutputRows, RowOutcome, StepBatch
+from deltaline_server.step import OutputRows, RowOutcome
 
 
 def places(batch: StepBatch) -> list[tuple[int, bool]]:

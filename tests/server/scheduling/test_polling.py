@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from rigs.scheduler_rig import turns
 
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.engine.engine import SMALL_BYTES, Engine
 from deltaline_server.engine.executor import DeviceCounts, Launched, Report
 from deltaline_server.scheduling.in_flight import LINGER_S, BatchInFlight, InFlight
-from deltaline_server.step import BatchResult, StepBatch
 from deltaline_server.tables.pages import PagesPlaced
 
 WAIT_S = 100.0

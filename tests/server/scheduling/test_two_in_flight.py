@@ -16,8 +16,9 @@ import pytest
 from rigs.scheduler_rig import DECODE, MAX_DRAFT, PREFILL, VERIFY, Rig, checksum, outputs, reason, turns
 from rigs.seeds import seeds
 
+from deltaline_server.batch import BatchResult, StepBatch
 from deltaline_server.errors import Reason
-from deltaline_server.step import BatchResult, OutputRows, RowKind, RowOutcome, StepBatch, StepResult
+from deltaline_server.step import OutputRows, RowKind, RowOutcome, StepResult
 from deltaline_server.tables.sequence import SequenceState
 
 

@@ -12,10 +12,10 @@ from rigs.scheduler_rig import turns
 from rigs.small_models import GATED_DELTA_NET
 from rigs.state_rig import Array, StateRig
 
+from deltaline_server.batch import StepBatch
 from deltaline_server.principal import ANONYMOUS
 from deltaline_server.snapshots.backlog import Backlog
 from deltaline_server.snapshots.moves import Moves
-from deltaline_server.step import StepBatch
 
 
 def ignored(batch: StepBatch, handles: dict[int, int]) -> Callable[[Array], None]:

@@ -12,9 +12,9 @@ from rigs.scheduler_rig import turns
 from rigs.small_models import GATED_DELTA_NET
 from rigs.state_rig import Array, StateRig
 
+from deltaline_server.batch import StepBatch
 from deltaline_server.principal import ANONYMOUS
 from deltaline_server.snapshots import moves
-from deltaline_server.step import StepBatch
 from deltaline_server.tables.captured.capture import Needs
 from deltaline_server.tables.captured.snapshot import SnapshotState
 from deltaline_server.tables.prefixes.cost import Tier

@@ -21,6 +21,7 @@ from rigs.small_models import EXPERTS, FALCON, GATED_DELTA_NET, HYBRID, KIMI, LF
 from rigs.state_rig import MAX_CONTEXT, MAX_DRAFT, Array, Entry, Reference, StateRig
 from rigs.until import until
 
+from deltaline_server.batch import StepBatch
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import ANONYMOUS, Principal
 from deltaline_server.step import (
@@ -29,7 +30,6 @@ from deltaline_server.step import (
     RowKind,
     RowOutcome,
     RowWaypoints,
-    StepBatch,
     StepForm,
     StepRequest,
     StepResult,

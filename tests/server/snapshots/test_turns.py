@@ -12,9 +12,9 @@ from rigs.scheduler_rig import turns
 from rigs.small_models import GATED_DELTA_NET
 from rigs.state_rig import Array, StateRig
 
+from deltaline_server.batch import StepBatch
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.turns import Turns
-from deltaline_server.step import StepBatch
 from deltaline_server.tables.captured.capture import Needs
 
 MANY, FEW = Principal(1, "many"), Principal(2, "few")

@@ -17,9 +17,10 @@ from rigs.stored_states import DECODE, MODELS, PREFILL, VERIFY, make_rig
 from rigs.until import until
 from rigs.whole_sequences import Cell, Traveller, check_idle, imported, opened, prefilled
 
+from deltaline_server.batch import StepBatch
 from deltaline_server.errors import Reason
 from deltaline_server.principal import ANONYMOUS
-from deltaline_server.step import RowOutcome, RowWaypoints, StepBatch
+from deltaline_server.step import RowOutcome, RowWaypoints
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
