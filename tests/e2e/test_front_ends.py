@@ -95,8 +95,12 @@ async def test_every_method_says_what_it_says_without_a_front_end(both: tuple[Se
             if method.name not in CHANGING or body == b"\xff":
                 through, direct = [await said(channel, method, body) for channel in channels]
                 assert through == direct, method.full_name
-        server.drain()
         opening = METHODS[[method.name for method in METHODS].index("OpenSequences")]
+        await said(channels[0], opening, b"\x08\x01")
+        all_lines = layer_service_pb2.OpenSequencesRequest(count=server.config.max_sequences).SerializeToString()
+        through, direct = [await said(channel, opening, all_lines) for channel in channels]
+        assert through == direct and "grpc-retry-pushback-ms" in dict(through[-1])
+        server.drain()
         through, direct = [await said(channel, opening, b"\x08\x01") for channel in channels]
         assert through == direct and "grpc-status-details-bin" in dict(through[-1])
 
