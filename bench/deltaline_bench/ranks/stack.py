@@ -54,9 +54,10 @@ def measure(group: Group, device: torch.device) -> int:
         dist.barrier()
         together = _Layers(replace(shared, ranks=group.ranks))
     for name, took in _times(together).items():
-        before = alone.get(name, took)
-        share, efficiency = took / before, before / took / world_size
-        note = f"one GPU {before / 1e3:.2f} ms: {share:.3f} of it, efficiency {efficiency:.2f}"
+        if name not in alone:  # rank 0 alone has measured one GPU
+            continue
+        share, efficiency = took / alone[name], alone[name] / took / world_size
+        note = f"one GPU {alone[name] / 1e3:.2f} ms: {share:.3f} of it, efficiency {efficiency:.2f}"
         figures.tell(name, f"{took / 1e3:.2f} ms", note)
         if world_size == 2:
             is_met = efficiency >= LEAST_PREFILL if name.startswith("prefill") else share <= MOST_DECODE
