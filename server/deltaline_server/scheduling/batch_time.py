@@ -8,7 +8,7 @@ from __future__ import annotations
 # Two batches in a row take at most so many times as long as the decodes alone: a decode that comes at the worst time
 # waits for one of them and runs with the next. Chunks in the one without decodes are cheaper: it can be longer, where
 # there is one span.
-PAIR_STRETCH = 6.0
+PAIR_STRETCH = 7.0
 # Chunks have this size or the double of it, and so on: what is between two of these computes as long as the larger one
 # (graphs.py). Shorter ones would not run faster: launches and the reading of weights take most of their time.
 MIN_CHUNK_TOKENS = 256

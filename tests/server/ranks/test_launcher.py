@@ -86,10 +86,13 @@ def test_rank_0_gets_a_socket_that_listens_on_loopback_alone(
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay
     code = (
-        "import os, socket; e = os.environ; fd = e.get('STORE_FD')\n"
+        "import os, socket, time; e = os.environ; fd = e.get('STORE_FD')\n"
         "at = socket.socket(fileno=int(fd)).getsockname() if fd else None\n"
         "is_there = at == (e['MASTER_ADDR'], int(e['MASTER_PORT']))\n"
-        "print(e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], is_there, at and at[0])"
+        "print(e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], is_there, at and at[0], flush=True)\n"
+        "os.mkdir(e['RANK'])\n"
+        "while not (os.path.exists('0') and os.path.exists('1')): time.sleep(0.01)"  # or the slower one is killed
     )
+    monkeypatch.chdir(tmp_path)
     assert launch(2, [sys.executable, "-c", code], os.environ) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 0 2 True 127.0.0.1", "1 1 2 False None"]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from deltaline_server.ranks.orders import Integers, Orders
+from deltaline_server.ranks.orders import NAPPING_S, Integers, Orders
 
 SIZES = 1024, 1, 200_000, 0, 7
 WAIT_S = 30.0
@@ -141,12 +141,16 @@ def test_the_end_of_either_side_is_told() -> None:
     first.close()
 
 
-def test_who_waits_for_long_sleeps() -> None:
-    waited: list[float] = []
+def test_who_waits_naps_and_then_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, naps, sleep = list[float](), list[float](), time.sleep
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        sleep(seconds)
 
     def wait(orders: Orders, rank: int) -> None:
         if rank == 0:
-            threading.Event().wait(0.5)
+            threading.Event().wait(1.0)
             orders.tell(np.ones(1, dtype=np.int32))
             return
         heard = np.zeros(1, dtype=np.int32)
@@ -155,5 +159,7 @@ def test_who_waits_for_long_sleeps() -> None:
         waited.append(time.thread_time() - begin_s)
         assert heard[0] == 1
 
+    monkeypatch.setattr(time, "sleep", nap)
     run(Meeting(2), wait)
     assert waited[0] < 0.1
+    assert naps and sum(naps) <= NAPPING_S
