@@ -251,12 +251,16 @@ async def test_steps_are_made_in_turns_and_a_warm_up_is_left_out() -> None:
     assert list(right.stages_s("decode")["total"]) == [4.0, 6.0]
 
 
-def test_what_tls_adds_to_a_step_is_held_to_what_it_adds_to_an_echo() -> None:
+@pytest.mark.parametrize("by", ["clock", "processors"])
+def test_what_tls_adds_to_a_step_is_held_to_what_it_adds_to_an_echo(by: str) -> None:
     def judged(step_tls_us: float) -> Figure:
-        cost = {"step": [900.0, 2000, 9000], "step by TLS": [step_tls_us, step_tls_us + 1100, 9000]}
-        cost |= {"bare echo": [400.0, 900, 800], "bare echo by TLS": [600.0, 1100, 3000]}
-        *_, ratio = tls.judge("unary", {}, {side: np.array(us) for side, us in cost.items()})
-        return ratio
+        took = {"step": [900.0, 2000, 9000], "step by TLS": [step_tls_us, step_tls_us + 1100, 9000]}
+        took |= {"bare echo": [400.0, 900, 800], "bare echo by TLS": [600.0, 1100, 3000]}
+        turns = {side: np.array(us) for side, us in took.items()}
+        other = turns | {"step by TLS": turns["step"]}
+        *_, clock = tls.judge("unary", turns, other)[:5]
+        *_, processors = tls.judge("unary", other, turns)
+        return {"clock": clock, "processors": processors}[by]
 
     assert judged(1100).value == pytest.approx(1.0)
     assert not judged(1159).is_missed and judged(1161).is_missed

@@ -1,7 +1,8 @@
 """Part `tls`: what TLS adds to a step of rows, beside what it adds to a bare echo of the same bytes.
 
 Both with and without it in turns, each one process with two ports; layers only copy, so that the rest of a step stays
-the same. Judged is the time of processors, client and server together, since the clock's is the host's other work too.
+the same. Judged are the clock's time, in which the host's other work counts too, and that of processors, client and
+server together, in which it counts how much of a message is in their caches still: an echo touches nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from deltaline_client import Tls
 
 PART = "tls"
 # Most that TLS may add to a step, in what it adds to an echo.
-MAX_ADDED = 1.3
+BAR = Bar(1.3)
+SIDES = "step", "bare echo"
 # Calls of a side at a time, and how often all sides have theirs. Longer turns let the host's other work in between.
 BLOCK, TURNS = 10, 150
 
@@ -68,7 +70,7 @@ async def _in_turns(host: Host, way: Way, tls: Tls) -> list[Figure]:
             sides[f"step{by}"], sides[f"bare echo{by}"] = (host.server.pid, steps.step), (host.echo.pid, echo)
         samples = await measured(*(step for _, step in sides.values()), rounds=host.size.decode_steps)
         costs = [[await cost_ns(pid, step, BLOCK) for pid, step in sides.values()] for _ in range(TURNS)]
-    clock_us = [np.median(one.stages_s("decode")["total"]) * 1e6 for one in samples]
+    clock_us = [one.stages_s("decode")["total"] * 1e6 for one in samples]
     cost_us = np.array(costs).T / 1e3
     return judge(way, dict(zip(sides, clock_us, strict=True)), dict(zip(sides, cost_us, strict=True)))
 
@@ -81,14 +83,17 @@ def _plain_address(log: Path) -> str:
     return found[1]
 
 
-def judge(way: Way, clock_us: Mapping[str, float], cost_us: Mapping[str, NDArray[np.float64]]) -> list[Figure]:
-    """Make the figures of one way of calling. clock_us: medians by side. cost_us: turns by side."""
-    figures = [Figure(PART, f"{way}, {side}, p50", us, "us", "raw") for side, us in clock_us.items()]
-    figures += [
-        Figure(PART, f"{way}, {side}, processors", float(np.median(us)), "us", "raw") for side, us in cost_us.items()
-    ]
-    # Turn by turn: what else the host does is on both sides of one.
-    by_step, by_echo = (float(np.median(cost_us[f"{side} by TLS"] - cost_us[side])) for side in ("step", "bare echo"))
-    note = f"{by_step:.0f} us of processors for {by_echo:.0f}"
-    figures.append(Figure(PART, f"{way}, added to a step", by_step / by_echo, "echoes'", "raw", Bar(MAX_ADDED), note))
+def judge(
+    way: Way, clock_us: Mapping[str, NDArray[np.float64]], cost_us: Mapping[str, NDArray[np.float64]]
+) -> list[Figure]:
+    """Make the figures of one way of calling. clock_us and cost_us: of turns, by side."""
+    figures: list[Figure] = []
+    for name, added, taken_us in (("p50", ", by the clock", clock_us), ("processors", "", cost_us)):
+        figures += [
+            Figure(PART, f"{way}, {side}, {name}", float(np.median(us)), "us", "raw") for side, us in taken_us.items()
+        ]
+        # Turn by turn: what else the host does is on both sides of one.
+        by_step, by_echo = (float(np.median(taken_us[f"{side} by TLS"] - taken_us[side])) for side in SIDES)
+        note = f"{by_step:.0f} us for {by_echo:.0f}"
+        figures.append(Figure(PART, f"{way}, added to a step{added}", by_step / by_echo, "echoes'", "raw", BAR, note))
     return figures
