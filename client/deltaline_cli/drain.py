@@ -10,10 +10,10 @@ from typing import Any
 
 from deltaline_cli.address import TokenArguments, tls_of, token_of
 from deltaline_cli.text import plural
-from deltaline_client import Client, MoveTargetRefused, Stopping, Tls, Unavailable
+from deltaline_client import Client, DeadlineExceeded, MoveTargetRefused, Stopping, Tls, Unavailable
 
 POLL_S = 0.2
-# A server that has not answered for so long is gone.
+# A server that could not be reached for so long is gone; one that does not answer for so long is asked again.
 GONE_S = 2.0
 # A server asks the one that is to take sequences, and waits ten seconds for its answer.
 TARGET_S = 15.0
@@ -88,6 +88,8 @@ def _wait(address: str, tls: Tls | None, token: TokenArguments, left: int) -> No
         while True:
             try:
                 load = client.load()
+            except DeadlineExceeded:
+                continue
             except (Stopping, Unavailable):
                 break
             if not load.draining:  # what answers now is another process

@@ -29,7 +29,6 @@ def test_with_wait_it_tells_what_is_left_until_the_server_is_gone(
     server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(drain, "POLL_S", 0.0)
-    monkeypatch.setattr(drain, "GONE_S", 0.2)
     stopped = threading.Event()
 
     def stop_and_tell() -> None:
@@ -68,7 +67,6 @@ def test_it_ends_with_the_server_whatever_answers_behind_it(
     server: Any, ends: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(drain, "POLL_S", 0.0)
-    monkeypatch.setattr(drain, "GONE_S", 0.2)
 
     def end() -> None:
         if ends == "another process":

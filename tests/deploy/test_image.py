@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import tomllib
@@ -23,6 +22,7 @@ from packaging.requirements import Requirement
 from rigs.authority import Authority
 from rigs.image import ROOT, is_sent, stages
 from rigs.image_root import ImageRoot, require
+from rigs.routers import free_port
 
 from deltaline_client import Client, Tls
 
@@ -235,9 +235,3 @@ def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 def first_process(container: subprocess.Popen[bytes]) -> int:
     """The container's process 1, as the host numbers it."""
     return int(Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()[0])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

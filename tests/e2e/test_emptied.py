@@ -136,7 +136,7 @@ async def test_the_time_of_the_drain_ends_it_whatever_is_left(tmp_path: Path) ->
     async with pair(tmp_path, of_target={"max_sequences": 1}) as (source, target), Calls() as calls:
         await calls.open(target.address)
         [one] = await calls.open(source.address)
-        await begin(source, target, timeout_s=1.0)
+        await begin(source, target, timeout_s=3.0)
         await one.step(DECODE)
         assert await ended(source) == 0
         assert source.runtime.table.num_open == 1 and source.runtime.mover.num_failed

@@ -232,7 +232,7 @@ def test_a_step_that_goes_in_no_message_is_sent_again_in_memory_of_the_owner(
     expected = do(twin.prefill(tokens(1200)))
     held = HeldEngine(servers.servers[0], monkeypatch)
     with pytest.raises(DeadlineExceeded):
-        do(sequence.prefill(tokens(1200), timeout_s=1.0))
+        do(sequence.prefill(tokens(1200), timeout_s=2.0))
     held.loop.call_soon_threadsafe(held.release)
     Orchestrator(sequence, servers.names).move()
     assert sequence.unfinished and servers.num_open == [1, 1]

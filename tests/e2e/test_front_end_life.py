@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
+from rigs.routers import free_port
 from rigs.small_models import HIDDEN
 from rigs.until import until
 
@@ -104,7 +105,7 @@ async def test_front_ends_that_do_not_start_leave_nothing_behind(
 
     with monkeypatch.context() as patch:
         patch.setattr(FrontEnds, "start", fails)
-        server = make_server(front_ends=1)
+        server = make_server(front_ends=1, port=free_port())
         with pytest.raises(StartError, match=r"--front-ends: a front end ended \(1\)"):
             await server.start()
     async with make_server(front_ends=1, port=server.port) as again:  # the port is free

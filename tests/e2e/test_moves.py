@@ -150,6 +150,23 @@ async def test_a_commit_that_comes_meanwhile_is_made_at_the_target(
         assert await all_kinds(old) == await all_kinds(other)
 
 
+async def test_a_lease_is_not_made_longer_of_what_is_leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair(tmp_path) as (source, target), Calls() as calls:
+        one, other = await calls.open(source.address, 2, lease_ms=50_000)
+        await one.step(PREFILL, 100)
+        held = HeldPieces(source, monkeypatch)
+        moving = asyncio.create_task(calls.move([one], target.address))
+        await until(lambda: held.num_leaving)
+        layer, asked = calls.layer(source.address), {"server_epoch": other.epoch, "lease_ms": 90_000}
+        renewing = asyncio.ensure_future(layer.RenewLeases(pb.RenewLeasesRequest(sequence=[one.handle], **asked)))
+        await layer.RenewLeases(pb.RenewLeasesRequest(sequence=[other.handle], **asked))  # it waits for nobody else's
+        assert not renewing.done()
+        held.go.set()
+        assert not reasons(await moving)
+        [moved] = (await renewing).moved
+        assert moved.server == target.address
+
+
 async def test_an_adapter_has_to_be_the_same_at_the_target(tmp_path: Path) -> None:
     shape = ModelConfig.from_mapping(GATED_DELTA_NET)
     tensors = adapter_tensors(base_weights(shape), modules(shape), rank=2)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from e2e.test_state_files import folder_of
 from rigs.moved_sequences import DECODE, PREFILL, Asked, Calls, Refused, Stepped
+from rigs.routers import free_port
 from rigs.server_process import ServerProcess
 from rigs.until import until
 
@@ -93,9 +94,9 @@ class Servers:
         self.processes, self.addresses = dict[str, ServerProcess](), dict[str, str]()
 
     async def start(self) -> None:
-        await self._start("target", "0")
+        await self._start("target", str(free_port()))
         self._options["source"] += ("--move-peers", self.addresses["target"])
-        await self._start("source", "0")
+        await self._start("source", str(free_port()))
 
     async def _start(self, name: str, port: str) -> None:
         server = ServerProcess(self._folders[name], *self._options[name], "--port", port)

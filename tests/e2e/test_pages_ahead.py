@@ -18,6 +18,7 @@ from deltaline_server.moving import leaving
 from deltaline_server.moving.peers import Peer
 from deltaline_server.snapshots import exchange
 from deltaline_server.snapshots.sequences.whole import WholeSequences
+from deltaline_server.tables.moved import Owner
 
 # Of the small model: keys and values of a page of 16 tokens.
 PAGE_BYTES = 16 * 2 * 2 * 16 * 4
@@ -116,6 +117,30 @@ async def test_an_answer_that_is_lost_behind_pages_is_asked_for_by_the_rest_alon
         assert num_opened[0] == num_opened[1] and target.runtime.table.num_open == 1
         assert source.runtime.mover.bytes_ahead == 6 * (PAGE_BYTES + 4096), "they did not go again"
         await one.step(DECODE)
+
+
+async def test_an_answer_that_is_lost_of_what_is_over_there_lets_nothing_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where its lease has run out before it was asked for again: the kept answer would tell of nothing."""
+    opens, opened = Peer.open, list[Owner]()
+
+    async def lost_once(peer: Peer, *asked: Any) -> Any:
+        opened.append(await opens(peer, *asked))
+        await calls.layer(target.address).CloseSequences(
+            pb.CloseSequencesRequest(server_epoch=opened[-1].server_epoch, sequence=[opened[-1].handle])
+        )
+        raise RequestError(Reason.MOVE_FAILED, "injected")
+
+    async with paged(tmp_path) as (source, target), Calls() as calls:
+        [one] = await calls.open(source.address)
+        await one.step(PREFILL, 100)
+        with monkeypatch.context() as patch:
+            patch.setattr(Peer, "open", lost_once)
+            assert reasons(await calls.move([one], target.address)) == {0: "MOVE_FAILED"}
+        assert len(opened) == 1 and (source.runtime.table.num_open, target.runtime.table.num_open) == (1, 0)
+        await one.step(DECODE)
+        assert not reasons(await calls.move([one], target.address))
 
 
 async def test_pages_that_take_too_long_end_the_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

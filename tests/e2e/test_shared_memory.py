@@ -354,7 +354,7 @@ async def test_a_step_of_an_array_in_the_region_is_never_resumed_with_others(
         with monkeypatch.context() as patch:
             held = HeldEngine(target.server, patch)
             with pytest.raises(DeadlineExceeded):
-                await sequence.prefill(hidden, timeout_s=0.5)
+                await sequence.prefill(hidden, timeout_s=2.0)
             await held.holds_one()
             hidden[0] += is_changed
             held.release()
@@ -378,7 +378,7 @@ async def test_memory_of_a_step_without_an_answer_is_not_used_again(
         with monkeypatch.context() as patch:
             held = HeldEngine(target.server, patch)
             with pytest.raises(DeadlineExceeded):
-                await lost.prefill(draw(1000, 1), timeout_s=0.5)
+                await lost.prefill(draw(1000, 1), timeout_s=2.0)
             del lost
             await held.holds_one()
             everything = [await client.empty((1, HIDDEN)) for _ in range(MIB // ROW_BYTES - 2100)]

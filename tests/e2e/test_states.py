@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -153,7 +154,7 @@ async def test_a_fork_that_finds_no_room_opens_nothing_and_may_be_tried_again(
 ) -> None:
     async with (
         make_server(max_sequences=4, link="off") as server,
-        AsyncClient(server.address, retry=FAST, timeout=0.2) as hasty,
+        AsyncClient(server.address, retry=replace(FAST, max_attempts=1)) as hasty,
         AsyncClient(server.address, retry=FAST) as patient,
     ):
         [parent] = await hasty.open_many(1)

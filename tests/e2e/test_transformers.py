@@ -22,7 +22,7 @@ from rigs.served import served
 from rigs.small_models import GATED_DELTA_NET, HIDDEN
 from rigs.until import until
 
-from deltaline_client import Client, NoFreeLines, Row, Sequence, SequenceClosed, StepResult, Unavailable
+from deltaline_client import Client, NoFreeLines, Retry, Row, Sequence, SequenceClosed, StepResult, Unavailable
 from deltaline_server.app import Server
 
 torch = pytest.importorskip("torch")
@@ -378,7 +378,7 @@ def test_a_batch_that_one_server_has_no_room_for_is_open_on_none(
 ) -> None:
     halves = {"layers": "0:1"}, {"layers": "1:2", "max_sequences": 3}
     with addresses(make_server, checkpoint.directory, *halves) as [first, second]:
-        clients = Client(first), Client(second, timeout=0.5)
+        clients = Client(first), Client(second, retry=Retry(max_attempts=1))
         with (
             clients[0],
             clients[1],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ BY_NAME, BY_SESSION = "by name, else in turns", "by session, else in turns"
 
 
 def free_port() -> int:
-    """A port of loopback that nobody has, a moment ago."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port of loopback that nobody has, below those that the system gives to who asks for any (from 32768)."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with suppress(OSError), socket.socket() as found:
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 def nginx_options(folder: Path, servers: Sequence[str], port: int, policy: str, has_tls: bool) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from urllib.request import urlopen
 
 import pytest
 import yaml
+from rigs.routers import free_port
 
 from deltaline_server.app import Server
 
@@ -83,9 +83,7 @@ def scraping(target: str, folder: Path) -> Iterator[Prometheus]:
     [job] = config["scrape_configs"]
     job["static_configs"] = [{"targets": [target]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [
         binary,
         f"--config.file={folder / 'prometheus.yml'}",

@@ -29,8 +29,8 @@ import threading
 import time
 from deltaline_server import computing
 threading.Thread(target=time.sleep, args=(60,)).start()
+print(time.monotonic(), flush=True)
 computing._end_in_time()
-print("begins", flush=True)
 time.sleep(60)
 """
 
@@ -38,8 +38,8 @@ time.sleep(60)
 def test_a_process_that_waits_for_a_rank_that_is_gone_ends_by_itself() -> None:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", WAITS], env=environ, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "begins\n"
-        begin_s = time.monotonic()
+        assert process.stdout is not None
+        begin_s = float(process.stdout.readline())
         try:
             assert process.wait(MOST_S) == 1
         finally:

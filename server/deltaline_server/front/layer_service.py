@@ -185,6 +185,7 @@ class LayerService:
         handles = requests.read_handles(message.sequence, self._served, reply_bytes.STATE_BYTES)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
         self.guesses.check(context.peer(), current_principal())
+        await self._passage.until_none_leaves(handles, current_principal())
         states = self._table.renew(epoch, handles, lease_s, current_principal())
         self.guesses.add(context.peer(), current_principal(), states.count(SequenceState.UNKNOWN))
         return replies.renew_response(states, self._table.owners(epoch, handles, states, current_principal()))

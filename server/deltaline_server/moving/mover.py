@@ -116,16 +116,18 @@ class Mover:
         passage, pages = self._passage, self._table.pages
         page_tokens = max(peer.page_tokens, 1 if pages is None else pages.page_size)  # powers of two
         with passage.existing_exchange().on_its_way(principal):
-            async with Leaving(passage, epoch, handle, principal, page_tokens) as leaving:
-                owner, lease_ms = await self._open(leaving, peer)
-                try:
+            owner: Owner | None = None
+            try:
+                async with Leaving(passage, epoch, handle, principal, page_tokens) as leaving:
+                    owner, lease_ms = await self._open(leaving, peer)
                     if self.records is not None:  # before anybody may know
                         at = epoch, int(handle[0])
                         await self.records.add(*at, principal.name, owner, lease_ms / 1000)
                     passage.let_go(epoch, handle, principal, owner)
-                except RequestError:  # of all else nobody knows whether it was let go of
+            except RequestError:  # of all else nobody knows whether it was let go of
+                if owner is not None:
                     await peer.close(owner)
-                    raise
+                raise
         self.bytes_ahead += leaving.bytes_ahead
         self.bytes_frozen += leaving.bytes_frozen
         self.ahead_s += leaving.ahead_s
@@ -144,7 +146,8 @@ class Mover:
             except StaysHere:
                 raise
             except RequestError as error:
-                is_lost = error.refusal.reason in (Reason.MOVE_FAILED, Reason.UPLOAD_TIMEOUT)
+                # Or what was opened there is over: nobody has renewed its lease.
+                is_lost = error.refusal.reason in (Reason.MOVE_FAILED, Reason.UPLOAD_TIMEOUT, Reason.SEQUENCE_EXPIRED)
                 if not is_lost and not only_asks:
                     raise
                 lost = error

@@ -70,7 +70,9 @@ def _pass_signals_to(process: subprocess.Popen[bytes]) -> None:
 def _end_together(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for the first end, and see to it that the others follow; the exit code."""
     while (first := next((one for one in ranks if one.poll() is not None), None)) is None:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        if ended is not None and ended.si_pid not in {one.pid for one in ranks}:
+            os.waitpid(ended.si_pid, 0)  # of a container whose first process this is: it would be found for ever
     code = first.returncode
     if code < 0:
         event(_log, "a rank was killed", level=logging.ERROR, rank=ranks.index(first), signal=-code)

@@ -134,7 +134,9 @@ class Moves:
             if number is not None and stored is not None:
                 owner = Principal(number, header.owner)
                 created = header.created_ns / 1e9
-                self._snapshots.add_stored(header.id, stored, owner, header.is_pinned, created, header.key)
+                # What no longer fits host memory is no prompt's beginning: that would never open.
+                key = header.key if self._host.needed_bytes(header) <= self._host.limit_bytes else b""
+                self._snapshots.add_stored(header.id, stored, owner, header.is_pinned, created, key)
             if self._files is not None and self._snapshots.get(header.id) is None:
                 self._files.pin(header.id, False)  # nobody can release it
 
@@ -147,8 +149,8 @@ class Moves:
         await self._joined(self._coming, id, self._bring_back)
 
     async def bring_to_host(self, id: bytes) -> None:
-        """Let a snapshot lie in host memory, if it is held and there is room. Raises RequestError NO_SNAPSHOT_LINES
-        where there is none for what lies in a file."""
+        """Let a snapshot lie in host memory, if it is held. Raises RequestError NO_SNAPSHOT_LINES where there is no
+        room."""
         await self._joined(self._lent, id, self._bring_to_host)
 
     def write(self, id: bytes) -> None:
@@ -191,7 +193,10 @@ class Moves:
                 if isinstance(one.state, StoredState) and self._host.find(id) is None:
                     await self._read(id)
         if one is not None and isinstance(one.state, CapturedState):  # it may be since its turn came
+            header = make_header(id, one, one.state, self._fingerprint)
             await self._store(id)
+            if self._host.find(id) is None and self._snapshots.get(id) is one:
+                raise self._host.no_room(self._host.needed_bytes(header))
 
     async def _write(self, id: bytes) -> None:
         """Copy a snapshot from host memory to a file."""

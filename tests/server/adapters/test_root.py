@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable
@@ -177,6 +178,7 @@ def test_the_folder_stays_the_one_that_was_opened(folder: Path) -> None:
 
 
 def test_no_descriptor_is_left_open(folder: Path) -> None:
+    gc.collect()  # else what other tests left may go in between
     before = len(os.listdir("/proc/self/fd"))
     os.mkfifo(folder / "fifo")
     instead_of(CONFIG)(folder / "bad")
@@ -184,7 +186,7 @@ def test_no_descriptor_is_left_open(folder: Path) -> None:
         with pytest.raises(ModelError):
             read(folder, name)
     read(folder, "good")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ async def test_work_that_began_finishes_and_is_kept_for_the_retry(
     request = fork(await opened_at(stub, 1), 2)
     states.may_go_on.clear()
     states.has_begun.clear()
-    call = state.ForkSequences(request, timeout=0.05 if end == "deadline" else 60)
+    call = state.ForkSequences(request, timeout=1.0 if end == "deadline" else 60)
     await asyncio.wait_for(states.has_begun.wait(), 60)
     if end == "cancel":
         call.cancel()

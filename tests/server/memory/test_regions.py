@@ -284,6 +284,7 @@ async def test_released_memory_stays_while_an_array_refers_to_it() -> None:
 
 async def test_memory_that_outlives_the_server_is_unpinned_before_it_is_unmapped() -> None:
     """Else the next memory at its address, in this process, would count as pinned with the pages of the old one."""
+    gc.collect()  # else what other tests left may go in between
     before, pinning = memory_files(), RecordedPinning()
     regions = make(pinning=pinning)
     array = regions.tensor("hidden", (await regions.create(PAGE, None)).id, 0, F32, (2, 3))
@@ -297,6 +298,7 @@ async def test_memory_that_outlives_the_server_is_unpinned_before_it_is_unmapped
 
 
 async def test_memory_that_can_not_be_unpinned_stays_mapped() -> None:
+    gc.collect()  # else what other tests left may go in between
     before, pinning = memory_files(), RecordedPinning()
     regions = make(pinning=pinning)
     regions.release((await regions.create(PAGE, None)).id)

@@ -23,6 +23,8 @@ WAITS_S = 20.0
 def started(folder: Path, *does: str) -> subprocess.Popen[str]:
     """A launcher in a process of its own, and its processes, which have begun."""
     code = SAYS + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n" + WROTE
+    # Who ends does so once all have begun: a slower one would be killed before.
+    code += f"while not all(os.path.exists(sys.argv[1] + f'/{{n}}') for n in range({len(does)})): time.sleep(0.01)\n"
     code += "".join(f"if r == {rank}: {what}\n" for rank, what in enumerate(does))
     launcher = (
         "import os, sys; from deltaline_server.ranks.launcher import launch; "
@@ -79,6 +81,21 @@ def test_the_code_is_rank_0_s_also_where_another_ends_before_it(tmp_path: Path) 
     with started(tmp_path, "time.sleep(0.5); sys.exit(3)", "sys.exit(0)") as launcher:
         assert launcher.wait(WAITS_S) == 3
     assert not any(map(is_alive, pids(tmp_path)))
+
+
+def test_a_launcher_that_inherits_what_has_ended_sleeps_on(tmp_path: Path) -> None:
+    """As the first process of a container does, whose child everybody becomes that has no parent any more."""
+    orphan = "(sleep 0.2 &) ; sleep 1.5"
+    code = (
+        "import ctypes, os, sys, time; ctypes.CDLL(None).prctl(36, 1)\n"  # PR_SET_CHILD_SUBREAPER
+        "from deltaline_server.ranks.launcher import launch\n"
+        f"assert launch(1, ['sh', '-c', {orphan!r}], os.environ) == 0\n"
+        "try: os.waitpid(-1, os.WNOHANG)\n"
+        "except ChildProcessError: print(time.process_time())"
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    assert float(done.stdout) < 1.0
 
 
 def test_rank_0_gets_a_socket_that_listens_on_loopback_alone(

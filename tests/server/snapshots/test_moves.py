@@ -252,9 +252,10 @@ async def test_host_memory_that_is_full_lets_the_oldest_go(tmp_path: Path) -> No
 
 
 async def test_a_file_that_is_larger_than_host_memory_is_never_brought_back(tmp_path: Path) -> None:
-    """As an earlier server with more of it has left it; who asks is not told to come again."""
+    """As an earlier server with more of it has left it; who asks is not told to come again, and a prompt that begins
+    with it opens without."""
     rig = make_rig(tmp_path, files=True)
-    made = await captured(await prefilled(rig))
+    made = await captured(await prefilled(rig), keys=[KEY])
     await settled(rig)
     await rig.close()
     rig = make_rig(tmp_path, files=True, host_bytes=4096)
@@ -262,6 +263,8 @@ async def test_a_file_that_is_larger_than_host_memory_is_never_brought_back(tmp_
     with refuses(Reason.NO_SNAPSHOT_LINES) as caught:
         await restored(rig, made)
     assert caught.value.refusal.retry_after_s is None and "--host-state-bytes" in str(caught.value)
+    keys = PrefixKeys.of([KEY], [made.position], made.position + 1)
+    assert rig.states.find(keys, b"", ANONYMOUS, ReusePolicy.ALWAYS).prefix is None
     await rig.close()
 
 

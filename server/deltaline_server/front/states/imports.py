@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from deltaline import wire
 from deltaline.v1 import state_service_pb2 as pb
 from deltaline.wire import Buffer
@@ -24,6 +26,7 @@ from deltaline_server.snapshots.header import StateHeader, StoredHeader
 from deltaline_server.snapshots.sequences.passage import Passage
 from deltaline_server.snapshots.stream import Arriving, Piece
 from deltaline_server.tables.request_ids import RequestIds
+from deltaline_server.tables.sequence import GONE
 from deltaline_server.tables.sequences import SequenceTable
 
 # A message of the stream; of one that has nothing else, its chunk, which is not copied.
@@ -124,6 +127,7 @@ class Imports:
             call = _call(asked)
             reply = self._request_ids.find(*call)
             if reply is not None:
+                self._check_there(reply, owner)
                 return reply
             await coming.landed()  # else both would count in a share
             coming.expect(stored.header)
@@ -136,6 +140,15 @@ class Imports:
                     return replies.imported_sequence(epoch, self._identity.name, lease_s, int(handles[0]), told)
 
                 return await self._request_ids.once(*call, work)
+
+    def _check_there(self, reply: bytes, owner: Principal) -> None:
+        """Renew the lease of the sequence that a kept reply tells of. Raises RequestError where that is over: who let
+        go of the sequence elsewhere at such an answer would have none."""
+        epoch = self._table.server_epoch
+        handles = np.array([pb.ImportStateResponse.FromString(reply).sequence.sequence], dtype=np.uint64)
+        [state] = states = self._table.renew(epoch, handles, principal=owner)
+        if state in GONE and not self._table.owners(epoch, handles, states, owner):
+            raise RequestError(*GONE[state])
 
 
 def _call(asked: pb.ImportStateRequest) -> tuple[Principal, str, bytes, bytes]:

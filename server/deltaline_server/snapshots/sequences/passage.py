@@ -87,7 +87,8 @@ class Passage:
             wholes.forget(id)
 
     async def until_none_leaves(self, handles: NDArray[np.uint64], principal: Principal) -> None:
-        """Wait until none of a principal's sequences is leaving: its commits would be left behind."""
+        """Wait until none of a principal's sequences is leaving: its commits would be left behind, and a longer
+        lease."""
         while self._leaving:
             waits = [self._leaving.get((principal.number, handle)) for handle in handles.tolist()]
             leaving = next(filter(None, waits), None)

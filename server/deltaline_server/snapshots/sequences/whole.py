@@ -123,7 +123,7 @@ class WholeSequences:
             await asyncio.to_thread(write_replies, memory)
 
         if not await self._host.store(whole.header, copy_in):
-            raise self._host.no_room(0)
+            raise self._host.no_room(self._host.needed_bytes(whole.header))
 
     def num_settled(self, slot: int) -> int:
         """Leading tokens of a slot's sequence whose keys and values no step writes any more."""
@@ -143,7 +143,7 @@ class WholeSequences:
             )
 
         if not await self._host.store(header, copy_in):
-            raise self._host.no_room(0)
+            raise self._host.no_room(self._host.needed_bytes(header))
 
     def _header(
         self, id: bytes, slot: int, owner: Principal, spans: Sequence[SpanProgress], *, is_pages: bool = False

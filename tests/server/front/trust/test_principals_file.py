@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hmac
 import logging
 import os
@@ -136,6 +137,7 @@ def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
 def test_what_can_not_be_read_leaves_no_descriptor(tmp_path: Path) -> None:
     file, path = file_of(tmp_path, entry("a")), tmp_path / "principals.toml"
     path.unlink()
+    gc.collect()  # else what other tests left may go in between
     num_open = len(os.listdir("/proc/self/fd"))
     ways: list[Callable[[], None]] = [
         path.mkdir,
@@ -146,7 +148,7 @@ def test_what_can_not_be_read_leaves_no_descriptor(tmp_path: Path) -> None:
     for make in ways:
         make()
         file.reload()
-        assert len(os.listdir("/proc/self/fd")) == num_open
+        assert len(os.listdir("/proc/self/fd")) <= num_open
         path.rmdir() if path.is_dir() else path.unlink()
     assert names(file.known) == ["a"]
 
