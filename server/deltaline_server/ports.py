@@ -17,6 +17,7 @@ from deltaline_server.front.link.socket_file import SocketFileError, open_link
 from deltaline_server.front.trust.principals import Principals
 from deltaline_server.front.trust.tls import Tls, TlsError
 from deltaline_server.telemetry.http_port import HttpPort
+from deltaline_server.telemetry.metrics_pages import MetricsPages
 
 
 class PortError(RuntimeError):
@@ -82,7 +83,8 @@ def bind_http(
         return None
     context = None if tls is None else tls.context
     try:
-        return HttpPort(config.host, config.metrics_port, registry, context, is_live=is_live, is_ready=is_ready)
+        pages = MetricsPages(registry)
+        return HttpPort(config.host, config.metrics_port, pages, context, is_live=is_live, is_ready=is_ready)
     except OSError as error:
         host = f"[{config.host}]" if ":" in config.host else config.host
         why = system_reason(error, "--metrics-port")

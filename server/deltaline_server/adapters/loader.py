@@ -1,6 +1,7 @@
 """Loads adapters beside serving: reads and converts them in a thread, and registers them on the event loop.
 
-One at a time, so that a name is not loaded twice at once and the memory of a load stays one adapter's.
+One at a time, so that a name is not loaded twice at once and the memory of a load stays one adapter's; owners have
+turns.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from deltaline_server.errors import Reason, RequestError
 from deltaline_server.log import event
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_weights import Adapter
-from deltaline_server.principal import Principal
+from deltaline_server.principal import SHARED, Principal, Turns
 from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry
 
 _log = logging.getLogger(__name__)
@@ -50,8 +51,7 @@ class AdapterLoader:
         none."""
         self._registry, self._layouts, self._root = registry, layout.of_all_ranks(), root
         self._open_base, self._allocate, self._max_rank = open_base, allocate, max_rank
-        self._lock = asyncio.Lock()
-        self._loading: asyncio.Task[tuple[AdapterDescription, bool]] | None = None
+        self._turns = Turns()
 
     async def load_directory(self, name: str, is_pinned: bool, owner: Principal) -> tuple[AdapterDescription, bool]:
         """Load the directory `name` of the root for its owner; returns what there is now, and whether it was there
@@ -82,7 +82,7 @@ class AdapterLoader:
 
     async def close(self) -> None:
         """Wait for the load that has begun, if any. Those that wait behind it have to be cancelled before."""
-        async with self._lock:
+        async with self._turns.turn(SHARED.number):
             pass
 
     async def _load(
@@ -92,20 +92,18 @@ class AdapterLoader:
 
         A load that has begun is finished, and only then does this return: an upload's bytes are in memory until then.
         """
-        await self._lock.acquire()
-        self._loading = loading = asyncio.create_task(self._load_once(name, is_pinned, owner, files, field))
-        loading.add_done_callback(self._loaded)
-        try:
-            return await asyncio.shield(loading)
-        except asyncio.CancelledError:
-            await asyncio.wait([loading])
-            raise
-
-    def _loaded(self, loading: asyncio.Task[tuple[AdapterDescription, bool]]) -> None:
-        self._loading = None  # an exception holds its frames, and these hold the files
-        self._lock.release()
-        if not loading.cancelled():
-            loading.exception()  # the caller may have gone
+        async with self._turns.turn(owner.number):
+            loading = asyncio.create_task(self._load_once(name, is_pinned, owner, files, field))
+            is_cancelled = False
+            while not loading.done():
+                try:
+                    await asyncio.wait([loading])
+                except asyncio.CancelledError:
+                    is_cancelled = True
+            if is_cancelled and not loading.cancelled():
+                loading.exception()  # nobody waits for it any more
+                raise asyncio.CancelledError
+            return await loading
 
     async def _load_once(
         self, name: str, is_pinned: bool, owner: Principal, files: Files, field: str

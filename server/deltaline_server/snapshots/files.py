@@ -22,6 +22,7 @@ from deltaline_server.log import event
 from deltaline_server.snapshots.directory import StateDirectory, name_of
 from deltaline_server.snapshots.header import Flaw, RememberedHeader, StateFileError, StateHeader
 from deltaline_server.snapshots.layout import Bytes, Section, StateLayout, state_bytes
+from deltaline_server.snapshots.owned_states import OwnedStates
 from deltaline_server.snapshots.state_file import file_bytes
 
 T = TypeVar("T")
@@ -59,6 +60,10 @@ class StoredFile:
     is_pinned: bool
     num_uses: int = 0
 
+    @property
+    def owner(self) -> str:
+        return self.remembered.header.owner
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -92,8 +97,8 @@ class FileTier:
         """Told of each state that has made way."""
         self._directory, self._layout, self._fingerprint = directory, layout, fingerprint
         self._clock_ns, self._last_ns = clock_ns, 0
+        self._files = OwnedStates[StoredFile]()
         # The least recently used first.
-        self._files: OrderedDict[bytes, StoredFile] = OrderedDict()
         self._others: OrderedDict[str, int] = OrderedDict()
         # Whether each is still wanted: it may be released meanwhile.
         self._writing: dict[bytes, bool] = {}
@@ -110,7 +115,7 @@ class FileTier:
         self.flaws.update(found.flaws)
         for num_bytes, used_ns, one in sorted(found.states, key=lambda each: each[1]):
             self._last_ns = min(used_ns, MAX_NS)
-            self._files[one.header.id] = StoredFile(one, num_bytes, one.header.is_pinned)
+            self._files.add(one.header.id, StoredFile(one, num_bytes, one.header.is_pinned))
         self._others.update((name, num_bytes) for num_bytes, _, name in sorted(found.others, key=lambda each: each[1]))
         self.used_bytes = sum(each.num_bytes for each in self._files.values()) + sum(self._others.values())
         await self._lasting(self._make_room(0))
@@ -174,10 +179,9 @@ class FileTier:
         if id in self._writing:
             self._writing[id] = False
             return True
-        found = self._files.pop(id, None)
-        if found is None:
+        if id not in self._files:
             return False
-        await self._lasting(self._remove(name_of(id), found.num_bytes))
+        await self._lasting(self._remove(name_of(id), self._files.remove(id).num_bytes))
         return True
 
     async def close(self) -> None:
@@ -205,7 +209,7 @@ class FileTier:
         finally:
             is_wanted = self._writing.pop(header.id)
         if is_wanted:
-            self._files[header.id] = StoredFile(stored.remembered, num_bytes, header.is_pinned)
+            self._files.add(header.id, StoredFile(stored.remembered, num_bytes, header.is_pinned))
         else:
             await self._remove(name_of(header.id), num_bytes)
         return None
@@ -214,7 +218,7 @@ class FileTier:
         found = self._files.get(id)
         if found is None:
             return self._missed(Miss.UNKNOWN)
-        self._files.move_to_end(id)
+        self._files.use(id)
         found.num_uses += 1
         try:
             await self._in_thread(self._directory.read, found.remembered, self._layout, memory, self._now_ns())
@@ -233,7 +237,7 @@ class FileTier:
         self.flaws[error.flaw] += 1
         if error.flaw in (Flaw.UNREADABLE, Flaw.BUSY):
             return self._missed(Miss.FAILED if error.flaw is Flaw.UNREADABLE else Miss.BUSY)
-        del self._files[id]
+        self._files.remove(id)
         await self._remove(name_of(id), found.num_bytes)
         return self._missed(Miss.UNKNOWN if error.flaw is Flaw.GONE else Miss.DAMAGED)
 
@@ -241,20 +245,17 @@ class FileTier:
         """Evict until so many more bytes are within the limit; whether they are. Nothing is evicted in vain."""
         over = self.used_bytes + num_bytes - self.limit_bytes
         names: list[tuple[str, int]] = []
-        ids: list[bytes] = []
         for name, size in self._others.items():
             if over > 0:
                 names.append((name, size))
                 over -= size
-        for id, each in self._files.items():
-            if over > 0 and not each.is_pinned and not each.num_uses:
-                ids.append(id)
-                over -= each.num_bytes
+        ids = self._files.victims(over)
+        over -= sum(self._files[id].num_bytes for id in ids)
         if over > 0 and num_bytes:
             return False
         for name, _ in names:
             del self._others[name]
-        names += [(name_of(id), self._files.pop(id).num_bytes) for id in ids]
+        names += [(name_of(id), self._files.remove(id).num_bytes) for id in ids]
         for id in ids:
             self.on_evicted(id)
         for name, size in names:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from deltaline_server.log import event
 from deltaline_server.memory.mappings import Pinning, make_present
 from deltaline_server.snapshots.header import StateHeader
 from deltaline_server.snapshots.layout import Bytes, StateLayout, state_bytes
+from deltaline_server.snapshots.owned_states import OwnedStates
 from deltaline_server.snapshots.places import Places, rounded
 
 Copy: TypeAlias = Callable[[Bytes], Awaitable[None]]
@@ -39,9 +40,18 @@ class HostState:
     is_pinned: bool
     num_uses: int = 0
 
+    @property
+    def owner(self) -> str:
+        return self.header.owner
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its place."""
+        return rounded(max(len(self.memory), 1))
+
 
 class HostTier:
-    """States in one piece of memory of `limit_bytes`, each in a place of its own; the least recently used make way.
+    """States in one piece of memory of `limit_bytes`, each in a place of its own; who makes way OwnedStates tells.
 
     num_stored, num_loaded, num_evicted, num_full: how often each happened; full: a state found no place.
     """
@@ -56,8 +66,7 @@ class HostTier:
         self.num_stored = self.num_loaded = self.num_evicted = self.num_full = 0
         self.on_evicted: Callable[[bytes], None] = lambda id: None
         """Told of each state that has made way."""
-        # The least recently used first.
-        self._states: OrderedDict[bytes, HostState] = OrderedDict()
+        self._states = OwnedStates[HostState]()
         self._writing: dict[bytes, bool] = {}
         # States that were released while somebody copied from them.
         self._leaving: list[HostState] = []
@@ -83,7 +92,7 @@ class HostTier:
         """Bytes of the states that are pinned here, by their owner's name."""
         pinned = Counter[str]()
         for each in self._states.values():
-            pinned[each.header.owner] += each.is_pinned * len(each.memory)
+            pinned[each.owner] += each.is_pinned * len(each.memory)
         return pinned
 
     @property
@@ -131,7 +140,7 @@ class HostTier:
         finally:
             is_wanted = self._writing.pop(header.id)
             if is_whole and is_wanted:
-                self._states[header.id] = HostState(header, offset, memory, header.is_pinned)
+                self._states.add(header.id, HostState(header, offset, memory, header.is_pinned))
                 self.num_stored += 1
             else:
                 self._places.give_back(offset)
@@ -153,7 +162,7 @@ class HostTier:
         if found is None:
             yield None
             return
-        self._states.move_to_end(id)
+        self._states.use(id)
         found.num_uses += 1
         try:
             yield found.memory
@@ -168,9 +177,9 @@ class HostTier:
         if id in self._writing:
             self._writing[id] = False
             return True
-        found = self._states.pop(id, None)
-        if found is None:
+        if id not in self._states:
             return False
+        found = self._states.remove(id)
         if found.num_uses:
             self._leaving.append(found)
         else:
@@ -186,7 +195,7 @@ class HostTier:
 
     def close(self) -> None:
         """Forget all states and unpin the memory. Nothing may be under way. Idempotent."""
-        self._states.clear()
+        self._states = OwnedStates[HostState]()
         if self._pinning is None:
             return
         pinning, self._pinning = self._pinning, None
@@ -199,27 +208,25 @@ class HostTier:
         """Raise ValueError unless every state has a place of its own, and every place is of a state."""
         self._places.check_integrity()
         held = [*self._states.values(), *self._leaving]
-        taken = sum(rounded(max(len(each.memory), 1)) for each in held)
+        taken = sum(each.num_bytes for each in held)
         if len({each.offset for each in held}) != len(held) or (not self._writing and taken != self.used_bytes):
             raise ValueError("host tier: a place is of two states, or of none")
 
     def _take(self, size: int) -> int | None:
-        """Take a place; the least recently used states make way for it, unless all that may are too small together."""
+        """Take a place; states make way for it, unless all that may are too small together."""
         offset = self._places.take(size)
-        if offset is not None:
-            return offset
-        idle = [id for id, each in self._states.items() if not each.is_pinned and not each.num_uses]
-        room = self.limit_bytes - self.used_bytes + sum(rounded(len(self._states[id].memory)) for id in idle)
-        if rounded(size) > room:
-            return None
-        for id in idle:
-            self._places.give_back(self._states.pop(id).offset)
-            self.num_evicted += 1
-            self.on_evicted(id)
+        while offset is None:
+            needed = rounded(size) - (self.limit_bytes - self.used_bytes)
+            # Where there is as much, what is held lies between what is free.
+            victims = self._states.victims(max(needed, 1))
+            if not victims or sum(self._states[id].num_bytes for id in victims) < needed:
+                return None
+            for id in victims:
+                self._places.give_back(self._states.remove(id).offset)
+                self.num_evicted += 1
+                self.on_evicted(id)
             offset = self._places.take(size)
-            if offset is not None:
-                return offset
-        return None  # what is held lies between what was free
+        return offset
 
 
 def _map(num_bytes: int) -> Bytes:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.principal import Principal
+from deltaline_server.principal import Principal, Turns
 from deltaline_server.snapshots.backlog import Backlog
 from deltaline_server.snapshots.device.shared_transfer import SharedTransfer
 from deltaline_server.snapshots.device.transfer import Commits, StatePlace, StateTransfer
@@ -25,7 +25,6 @@ from deltaline_server.snapshots.files import FileTier, Miss
 from deltaline_server.snapshots.header import StateHeader
 from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.layout import Bytes, SpanProgress
-from deltaline_server.snapshots.turns import Turns
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshot import Snapshot, SnapshotState
 from deltaline_server.tables.captured.snapshots import SnapshotTable

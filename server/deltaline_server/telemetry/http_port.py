@@ -19,8 +19,9 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder, gzip_accepted
+from prometheus_client.exposition import gzip_accepted
+
+from deltaline_server.telemetry.metrics_pages import MetricsPages
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class HttpPort:
         self,
         host: str,
         port: int,
-        registry: CollectorRegistry,
+        metrics: MetricsPages,
         context: Callable[[], ssl.SSLContext] | None = None,
         *,
         is_live: Callable[[], bool],
@@ -63,7 +64,7 @@ class HttpPort:
         client's certificate, metrics need one. Raises: OSError.
         """
         self.port, self.context = port, context
-        self.registry = registry
+        self.metrics = metrics
         self.probes = {"/healthz": ("live", is_live), "/readyz": ("ready", is_ready)}
         self.connections = Connections()
         self._loop = asyncio.get_running_loop()
@@ -255,14 +256,13 @@ class Request(BaseHTTPRequestHandler):
         elif path == "/metrics":
             # Not what the header has beside it: the encoder reads versions that are none, and answers with them.
             types = [part.partition(";")[0].strip() for part in self._header("Accept").split(",")]
-            encode, content_type = choose_encoder(_OPEN_METRICS if _OPEN_METRICS in types else "")
             try:
-                page = encode(pages.registry)
+                page = pages.metrics.page(_OPEN_METRICS if _OPEN_METRICS in types else "")
             except Exception:
                 _log.exception("the metrics could not be read")
                 self._answer(500, b"the metrics could not be read\n")
             else:
-                self._answer(200, page, content_type)
+                self._answer(200, page.plain, page.content_type, page.zipped)
         elif path in pages.probes:
             word, probe = pages.probes[path]
             is_so = pages.ask(probe)
@@ -290,14 +290,14 @@ class Request(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Probes and scrapes come every few seconds: none has a line in the log."""
 
-    def _answer(self, status: int, body: bytes, content_type: str = _TEXT) -> None:
+    def _answer(self, status: int, body: bytes, content_type: str = _TEXT, zipped: bytes | None = None) -> None:
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         if status == 405:
             self.send_header("Allow", "GET, HEAD")
         if gzip_accepted(self._header("Accept-Encoding")):
             self.send_header("Content-Encoding", "gzip")
-            body = gzip.compress(body)
+            body = gzip.compress(body) if zipped is None else zipped
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":

@@ -119,6 +119,16 @@ async def test_the_least_recently_used_make_way(tmp_path: Path) -> None:
         assert tier.num_evicted == 2 and tier.used_bytes == 3 * SIZE
 
 
+async def test_who_stores_one_after_another_pushes_out_none_of_who_holds_less(tmp_path: Path) -> None:
+    async with opened(tmp_path / "states", 3 * SIZE + 100) as tier:
+        await stored(tier, 1)
+        for seed in range(2, 8):
+            assert await tier.store(make_header(seed, owner="bob"), make_memory(seed=seed)) is None
+        assert await held(tier, *range(1, 8)) == [1, 6, 7] and tier.num_evicted == 4
+    async with opened(tmp_path / "states", 2 * SIZE) as tier:
+        assert await held(tier, 1, 6, 7) == [1, 7], "a start does so too"
+
+
 async def test_pinned_states_stay_also_after_a_restart(tmp_path: Path) -> None:
     async with opened(tmp_path / "states", 2 * SIZE) as tier:
         await stored(tier, 1, 2, is_pinned=True)

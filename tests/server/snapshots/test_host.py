@@ -93,6 +93,17 @@ async def test_the_least_recently_used_makes_way(tier: HostTier) -> None:
     assert held(tier, 1, 3, 4, 5) == [3, 4, 5] and await is_whole(tier, 3)
 
 
+async def test_who_stores_one_after_another_pushes_out_none_of_who_holds_less(tier: HostTier) -> None:
+    await stored(tier, 1)
+    for seed in range(2, 8):
+        assert await tier.store(make_header(seed, owner="bob"), copies(make_memory(seed=seed)))
+    assert await is_whole(tier, 1) and tier.num_evicted == 4
+    for seed in (6, 7):
+        tier.pin(make_header(seed).id, True)
+    await stored(tier, 8)
+    assert held(tier, 1, 8) == [8], "there is nothing else"
+
+
 async def test_a_state_that_finds_no_place_is_not_stored_and_none_makes_way(tier: HostTier) -> None:
     await stored(tier, 1, 2)
     tier.pin(make_header(2).id, True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import socket
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -17,6 +19,7 @@ from rigs.until import until
 
 from deltaline_server.telemetry import http_port
 from deltaline_server.telemetry.http_port import HttpPort
+from deltaline_server.telemetry.metrics_pages import PAGES_PER_S, MetricsPages
 
 PATHS = ("/metrics", "/healthz", "/readyz", "/", "/nothing", "/metrics/x")
 # More than the buffers of two sockets hold.
@@ -30,9 +33,9 @@ class Port:
         self.registry = CollectorRegistry()
         self.gauge = Gauge("deltaline_lines_used", "State lines in use.", registry=self.registry)
         self.is_live = self.is_ready = True
-        self.http = HttpPort(
-            "127.0.0.1", 0, self.registry, is_live=lambda: self.is_live, is_ready=lambda: self.is_ready
-        )
+        self.now_s = 0.0
+        pages = MetricsPages(self.registry, lambda: self.now_s)
+        self.http = HttpPort("127.0.0.1", 0, pages, is_live=lambda: self.is_live, is_ready=lambda: self.is_ready)
 
     def request(self, path: str, method: str = "GET", **headers: str) -> SimpleNamespace:
         """The answer to a request, from the calling thread."""
@@ -101,6 +104,16 @@ async def test_the_metrics_come_as_the_scraper_asks(port: Port) -> None:
     open_metrics = await port.ask("/metrics", Accept="application/openmetrics-text; version=1.0.0")
     assert open_metrics.headers["Content-Type"].startswith("application/openmetrics-text")
     assert open_metrics.body.endswith(b"# EOF\n")
+
+
+async def test_of_many_scrapes_at_once_few_read_the_registry(port: Port) -> None:
+    num_read = itertools.count(1)
+    port.gauge.set_function(lambda: next(num_read))
+    with ThreadPoolExecutor(16) as threads:
+        asked = [threads.submit(port.request, "/metrics") for _ in range(64)]
+        pages = Counter([(await asyncio.wrap_future(one)).body for one in asked])
+    assert sorted(pages.values()) == [1] * (PAGES_PER_S - 1) + [64 - PAGES_PER_S + 1]
+    assert next(num_read) == PAGES_PER_S + 1
 
 
 async def test_clients_that_send_or_read_nothing_hold_up_nobody(port: Port) -> None:

@@ -102,7 +102,8 @@ class Principals:
         if not is_private(context):
             message = "a token came from another host without TLS: it is no secret any more, replace it"
             raise RequestError(Reason.TOKEN_IN_PLAINTEXT, message)
-        found = known.of_token(_token(headers))
+        token = _token(headers)
+        found = None if token is None else known.of_token(token)
         if found is None:
             raise RequestError(Reason.CREDENTIALS_UNKNOWN, "the token is not, or no longer, one that is known")
         return found
@@ -121,9 +122,9 @@ def open_principals(path: str | None, host: str) -> Principals:
     return Principals(None if path is None else PrincipalsFile(path), is_on_host=is_loopback(host))
 
 
-def _token(headers: list[str | bytes]) -> str:
-    """The token of the one `authorization` header, or a text that is none."""
+def _token(headers: list[str | bytes]) -> str | None:
+    """The token of the one `authorization` header; None where it has none."""
     header = headers[0] if len(headers) == 1 else ""
     if isinstance(header, str) and header[: len(_SCHEME)].lower() == _SCHEME:
-        return header[len(_SCHEME) :].strip()
-    return ""
+        return header[len(_SCHEME) :].strip() or None
+    return None

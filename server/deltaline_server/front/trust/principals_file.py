@@ -27,6 +27,8 @@ MAX_TOKENS = 2
 MAX_QUOTA = 2**50
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+# What a script that found no token makes of it.
+_EMPTY = sha256().hexdigest()
 _KEYS = ("name", "tokens", "identities", "uids", "roles", "quotas")
 # Names that mean something else in metrics and logs.
 _RESERVED = (ANONYMOUS.name, SHARED.name, "other")
@@ -165,6 +167,8 @@ def _credentials(entry: Mapping[str, Any]) -> dict[str, list[bytes]]:
     digests = _list(entry, "tokens", str, _DIGEST.fullmatch, "SHA-256 digests of 64 hexadecimal digits", is_shown=False)
     if len(digests) > MAX_TOKENS:
         raise ValueError(f"tokens: expected at most {MAX_TOKENS}, got {len(digests)}")
+    if _EMPTY in map(str.lower, digests):
+        raise ValueError(f"tokens: expected digests of tokens, got that of an empty one, {_EMPTY}")
     identities = _list(entry, "identities", str, lambda name: 0 < len(name) <= 2048, "SPIFFE ids and DNS names")
     uids = _list(entry, "uids", int, lambda uid: 0 <= uid < 2**32, "numbers of users")
     return {

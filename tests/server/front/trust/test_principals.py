@@ -13,7 +13,7 @@ from rigs.scheduler_rig import refuses
 
 from deltaline_server.errors import Reason
 from deltaline_server.front.trust.principals import Principals, current_principal, open_principals
-from deltaline_server.front.trust.principals_file import PrincipalsFile
+from deltaline_server.front.trust.principals_file import Known, PrincipalsFile
 from deltaline_server.front.trust.roles import OPEN, ROLES, Role
 from deltaline_server.principal import Principal
 
@@ -99,6 +99,18 @@ def test_others_are_refused(principals: Principals, context: Context, reason: Re
         principals.admit(STEP, context)
     assert token_of("a") not in caught.value.refusal.message
     assert ("a user" in caught.value.refusal.message) is (context.peer() == "link:8:1"), "what helps is named"
+
+
+@pytest.mark.parametrize("header", ["Basic x", "Bearer", "Bearer ", "Bearer \t", "", token_of("a"), b"Bearer x"])
+def test_a_header_without_a_token_is_never_looked_up(
+    principals: Principals, header: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = list[str]()
+    monkeypatch.setattr(Known, "of_token", lambda known, token: looked_up.append(token))
+    for context in (Context((("authorization", header),)), Context((*headers("a"), *headers("b")))):
+        with refuses(Reason.CREDENTIALS_UNKNOWN):
+            principals.admit(STEP, context)
+    assert looked_up == []
 
 
 def test_a_token_over_tls_may_come_from_anywhere(principals: Principals) -> None:

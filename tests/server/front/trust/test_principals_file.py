@@ -18,6 +18,9 @@ from deltaline_server.front.trust.principals_file import Known, PrincipalsFile
 from deltaline_server.front.trust.roles import Role
 from deltaline_server.principal import Quotas
 
+# SHA-256 of nothing.
+EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
 
 def file_of(path: Path, *entries: dict[str, Any]) -> PrincipalsFile:
     return PrincipalsFile(write_principals(path / "principals.toml", *entries))
@@ -90,6 +93,11 @@ def test_a_wrong_token_is_compared_with_all_in_constant_time(tmp_path: Path, mon
         ([entry("a", "root")], "roles: expected a list of some of step, adapter, admin, peer, got ['root']"),
         ([entry("a") | {"roles": "step"}], "roles: expected a list of some of step, adapter, admin, peer, got 'step'"),
         ([entry("a", tokens=["1", "2", "3"])], "tokens: expected at most 2, got 3"),
+        (
+            [entry("a", tokens=["1", ""])],
+            f"principal 1: tokens: expected digests of tokens, got that of an empty one, {EMPTY}",
+        ),
+        ([entry("a") | {"tokens": [EMPTY.upper()]}], "tokens: expected digests of tokens, got that of an empty one"),
         ([entry("a", tokens=["1"]), entry("b", tokens=["1"])], "principal 2: tokens: expected none twice in the file"),
         ([entry("a", uids=[1]), entry("b", uids=[1])], "principal 2: uids: expected none twice in the file"),
         ([entry("a", uids=[True])], "uids: expected a list of numbers of users, got [True]"),
