@@ -132,6 +132,7 @@ class Server:
             self._refusals,
             self.identity,
             self._turns,
+            self.config.max_sequences,
         )
         options = grpc_options(self._message_bytes, connections=num_connections, max_age_s=self.config.max_age_s)
         self._server = grpc.aio.server(interceptors=[interceptor], options=options)

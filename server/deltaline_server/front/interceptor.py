@@ -24,7 +24,7 @@ from deltaline_server.front import replies
 from deltaline_server.front.audited import AUDITED
 from deltaline_server.front.identity import Identity
 from deltaline_server.front.port.gate import Entered, Gate
-from deltaline_server.front.requests import parse
+from deltaline_server.front.requests import most_bytes, parse
 from deltaline_server.front.trust.principals import Principals, current_principal
 from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.front.trust.turns import Turns
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 TRACED = "/deltaline.v1."
+_STEP = f"{TRACED}LayerService/Step"
 
 # Subscripted in the type stubs only.
 Context: TypeAlias = "ServicerContext[Any, Any]"
@@ -84,13 +85,14 @@ class Interceptor(grpc.aio.ServerInterceptor):
         refusals: Refusals | None = None,
         identity: Identity | None = None,
         turns: Turns | None = None,
+        max_sequences: int = 1,
     ) -> None:
         """gate: of the gRPC port; None for one whose clients are trusted, whose refusals go uncounted as well. audit:
         None where nobody reads it. identity: None for a server that no call can mean by a name. turns: of calls with
-        one request and one reply; None where all are from one principal."""
+        one request and one reply; None where all are from one principal. max_sequences: that one request may name."""
         self._metrics, self._principals, self._tracing = metrics, principals, tracing
         self._gate, self._audit, self._refusals, self._identity = gate, audit, refusals, identity
-        self._turns = turns
+        self._turns, self._most_bytes = turns, most_bytes(max_sequences)
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -129,6 +131,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         # Probes are not worth a trace, and of a stream each step has its own (layer_service.py).
         traced = method if method.startswith(TRACED) else None
         audited = AUDITED.get(method) if self._audit is not None else None
+        limit_bytes = None if method == _STEP else self._most_bytes
 
         async def unary(body: Any, context: Context) -> bytes:
             async with self._call(method, rpc, enter, context, traced, self._turns) as entered:
@@ -136,7 +139,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                     body = await entered.request(context)
                 rpc.received.value += 1
                 try:
-                    message = parse(deserialize, body)
+                    message = parse(deserialize, body, limit_bytes)
                 finally:
                     del body  # a refusal that is kept back keeps no message
                 values = {} if audited is None else audited.values(message)
@@ -157,7 +160,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                     body = await entered.request(context)
                 rpc.received.value += 1
                 try:
-                    message = parse(deserialize, body)
+                    message = parse(deserialize, body, limit_bytes)
                 finally:
                     del body
                 untold = audited
@@ -247,10 +250,13 @@ class Interceptor(grpc.aio.ServerInterceptor):
             code = _CODES[error.refusal.reason.code]
             empty_frames(error)
             # Beyond the gate's limit nothing is kept: that takes places.
-            held_by: Any = context if enter is None else entered
-            if self._refusals is not None and held_by is not None:
+            if self._refusals is not None and (enter is None or entered is not None):
                 end_s = time.perf_counter()
-                await held_by.hold(self._refusals.hold_s(name))
+                hold_s = self._refusals.hold_s(name)
+                if entered is None:
+                    await cast(Any, context).hold(hold_s)
+                else:
+                    await entered.hold(hold_s, error.refusal.reason.code)
             await abort(context, error.refusal)
         except (asyncio.CancelledError, GeneratorExit):
             code = grpc.StatusCode.CANCELLED

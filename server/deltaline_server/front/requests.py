@@ -27,12 +27,14 @@ from deltaline_server.principal import ANONYMOUS, Principal
 from deltaline_server.step import Limits, OutputMemory, OutputRows, RowKind, SpanShapes, StepForm, StepRequest
 from deltaline_server.tables.captured.snapshots import ID_BYTES
 from deltaline_server.tables.prefixes.cost import ReusePolicy
-from deltaline_server.tables.prefixes.keys import MAX_KEY_BYTES, MIN_KEY_BYTES, PrefixKeys
+from deltaline_server.tables.prefixes.keys import MAX_KEY_BYTES, MAX_KEYS, MIN_KEY_BYTES, PrefixKeys
 
 MIN_PRIORITY, MAX_PRIORITY = -8, 7
 OPEN_TOKEN_BYTES = 16
 # Of a request about snapshots, and of a page of their list.
 MAX_SNAPSHOTS = 4096
+# Of a request beside what it repeats: names, and fields of later versions.
+OTHER_BYTES = 16 << 10
 # uint64 counters from the wire are cut here, so that sums of them stay in int64; no server counts this far, so a cut
 # value is still refused as a row's step or position.
 MAX_COUNTER = np.uint64(2**62)
@@ -76,8 +78,19 @@ class CommitRequest:
     accepted: NDArray[np.int32]
 
 
-def parse(parser: Callable[[bytes], M], body: bytes) -> M:
-    """Parse a message. Raises: RequestError INVALID_REQUEST for bytes that are not one."""
+def most_bytes(max_sequences: int) -> int:
+    """Most bytes that a message of a call with one request and no tensor needs: a handle and a key of each sequence, or
+    keys and positions of a prompt, each with what stands before it; and all else."""
+    return (9 + 2 + MAX_KEY_BYTES) * max(max_sequences, MAX_SNAPSHOTS, MAX_KEYS) + OTHER_BYTES
+
+
+def parse(parser: Callable[[bytes], M], body: bytes, limit_bytes: int | None = None) -> M:
+    """Parse a message. Raises: RequestError INVALID_REQUEST for bytes that are not one, MESSAGE_TOO_LARGE for more than
+    the limit, None for none: parsing holds up the event loop, for tens of ms where there are millions of empty fields.
+    """
+    if limit_bytes is not None and len(body) > limit_bytes:
+        message = f"expected a request of at most {limit_bytes} bytes, got {len(body)}"
+        raise RequestError(Reason.MESSAGE_TOO_LARGE, message)
     try:
         return parser(body)
     except (DecodeError, UnicodeDecodeError) as error:

@@ -64,8 +64,9 @@ class RequestIds:
     ) -> bytes:
         """The reply of a principal's call: of the work, if no call of the method with this id has begun it before.
 
-        content: what the call asks for. A call that is cancelled cancels no work. Raises what the work raises, and
-        RequestError INVALID_REQUEST when the id came with other content before; TOO_MANY_CALLS.
+        content: the `digest` of what the call asks for, everywhere. A call that is cancelled cancels no work. Raises
+        what the work raises, and RequestError INVALID_REQUEST when the id came with other content before;
+        TOO_MANY_CALLS.
         """
         reply = self.find(principal, method, request_id, content)
         if reply is not None:
@@ -76,10 +77,9 @@ class RequestIds:
             self.num_repeated += 1
             return await asyncio.shield(running[1])
         self._check_room(number)
-        digest = _digest(content)
-        task = asyncio.create_task(self._run(number, key, digest, work))
+        task = asyncio.create_task(self._run(number, key, content, work))
         task.add_done_callback(_heard)
-        self._running[number, key] = digest, task
+        self._running[number, key] = content, task
         self._running_of[number] += 1
         return await asyncio.shield(task)
 
@@ -91,7 +91,7 @@ class RequestIds:
         running, kept = self._running.get((number, key)), self._done.get(number)
         done = None if kept is None else kept.get(key)
         before = running[0] if running is not None else done.content if done is not None else None
-        if before not in (None, _digest(content)):
+        if before not in (None, content):
             message = "request_id: it came with another request before; draw a new one for each call"
             raise RequestError(Reason.INVALID_REQUEST, message, field="request_id")
         if done is None:
@@ -101,7 +101,7 @@ class RequestIds:
 
     def add(self, principal: Principal, method: str, request_id: bytes, content: bytes, reply: bytes) -> None:
         """A call that `find` knew nothing of was done without waiting for anything."""
-        outcome = _Outcome(_digest(content), reply, self._clock() + LIFE_S)
+        outcome = _Outcome(content, reply, self._clock() + LIFE_S)
         self._keep(principal.number, (method, request_id), outcome)
 
     async def close(self) -> None:
@@ -162,5 +162,6 @@ def _heard(task: asyncio.Task[bytes]) -> None:
         task.exception()
 
 
-def _digest(content: bytes) -> bytes:
+def digest(content: bytes) -> bytes:
+    """What tells what a call asks for from all else."""
     return blake2b(content, digest_size=16).digest()

@@ -9,7 +9,7 @@ import pytest
 
 from deltaline import link
 from deltaline_server.errors import spelled_bytes
-from deltaline_server.front import grpc_port, layer_service
+from deltaline_server.front import grpc_port, layer_service, requests
 from deltaline_server.front.ends import forward, memory, reader
 from deltaline_server.front.link import held
 from deltaline_server.front.link.memory import MAX_REGIONS
@@ -28,6 +28,7 @@ ANNOUNCED = {
         f"| calls of a connection | {grpc_port.MAX_STREAMS:,} |",
         f"| calls, idle streams too | {gate.MAX_CALLS:,}; one connection has half at most",
         f"| calls of the health service | {gate.MAX_PROBES}, of their own |",
+        f"wait for [their turns](adr/0019-refusals-in-turns.md) | {gate.MAX_TURNED_AWAY:,}, of their own",
         f"| requests (not of streams) that are received at a time | {gate.RECEIVED}, connections in turn |",
         f"| such a request | {gate.REQUEST_S:g} s; {gate.HURRIED_REQUEST_S:g} s where others wait |",
         f"of calls with one reply | {spelled_bytes(gate.UNREAD_BYTES)}; "
@@ -44,6 +45,8 @@ ANNOUNCED = {
         f"a front end's own memory to {spelled_bytes(FRONT_END_BYTES)} and {FRONT_END_MESSAGES} messages",
     ],
     "protocol.md": [
+        f"have {requests.most_bytes(2**20 + 1) - requests.most_bytes(2**20)} bytes for each of `max_sequences`, "
+        f"{requests.MAX_SNAPSHOTS:,} at least, and {spelled_bytes(requests.OTHER_BYTES)} besides",
         f"at most {layer_service.STREAM_STEPS} steps, and {STREAM_BYTES} of tensors in messages, that are not answered",
         f"All streams together hold at most {ALL_BYTES};",
         f"A packet has at most {spelled_bytes(link.MAX_PACKET_BYTES)}.",

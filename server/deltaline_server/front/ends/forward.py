@@ -95,7 +95,7 @@ class Forward(grpc.GenericRpcHandler):
             self.refused[error.refusal.reason.name] += 1
             await _abort(context, replies.status(error.refusal))
         except _Ended as ended:
-            await entered.hold(ended.hold_s)
+            await entered.hold(ended.hold_s, ended.status.code)
             await _abort(context, ended.status)
         except (grpc.aio.AbortError, grpc.aio.InternalError):  # ended already, by its client perhaps
             raise

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import grpc
 
-from deltaline_server.errors import Reason, RequestError, spelled_bytes
+from deltaline_server.errors import Code, Reason, RequestError, spelled_bytes
 from deltaline_server.front.port.shares import Shares
 from deltaline_server.front.port.slots import Slots
 
@@ -21,6 +21,8 @@ MAX_CALLS = 2048
 # Of the health service, which has to answer then too; and of those that watch it, which stay.
 MAX_PROBES = 256
 MAX_WATCHES = 256
+# Of those that are not let in, whose refusals are kept back: as many as have turns within the longest wait.
+MAX_TURNED_AWAY = 1024
 # Replies that gRPC has taken and clients have not, all together and of one client.
 UNREAD_BYTES = 256 * 2**20
 CLIENT_UNREAD_BYTES = 32 * 2**20
@@ -33,6 +35,7 @@ CALLS_RETRY_S = 0.1
 UNREAD_RETRY_S = 0.5
 PROBES = "/grpc.health."
 WATCH = "/grpc.health.v1.Health/Watch"
+_NOT_LET_IN = (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED)
 
 
 def too_much_unread() -> RequestError:
@@ -55,6 +58,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.calls, self.probes, self.watches = Shares(MAX_CALLS), Shares(MAX_PROBES), Shares(MAX_WATCHES)
+        self.turned_away = Shares(MAX_TURNED_AWAY)
         self.unread = Shares(UNREAD_BYTES, CLIENT_UNREAD_BYTES)
         self.received = Slots(RECEIVED, HURRIED_REQUEST_S, REQUEST_S)
 
@@ -66,6 +70,9 @@ class Gate:
             calls = self.watches if method == WATCH else self.probes
         if not calls.has_room(client):
             message = f"{calls.used} calls are in flight, the limit is {calls.limit}; one connection has half at most"
+            raise RequestError(Reason.TOO_MANY_CALLS, message, retry_after_s=CALLS_RETRY_S)
+        if calls is self.calls and self.turned_away.has_any(client) and not self.turned_away.has_room(client):
+            message = "calls of this connection that were not let in wait for their turns, as many as may wait"
             raise RequestError(Reason.TOO_MANY_CALLS, message, retry_after_s=CALLS_RETRY_S)
         entered = Entered(self, calls, client)
         entered.check_unread()
@@ -106,10 +113,23 @@ class Entered:
         if reply:
             self._gate.unread.take(self._client, self._unread_bytes)
 
-    async def hold(self, seconds: float) -> None:
+    async def hold(self, seconds: float, code: int) -> None:
         """Keep the answer to a refused call back. It counts for so long even if its client gives it up, or giving up
-        would be a way to go on at once."""
+        would be a way to go on at once. code: of the refusal.
+
+        Who is not let in, or needs not be known, takes no place from others so: the call counts among those turned
+        away. Where these have no room its answer is not kept back, but its connection counts there for so long.
+        """
         self._held_until_s = asyncio.get_running_loop().time() + seconds
+        if code in _NOT_LET_IN or self._calls is not self._gate.calls:
+            away, client = self._gate.turned_away, self._client
+            self._calls.give_back(client, 1)
+            if not away.has_room(client):
+                seconds = 0.0
+                if away.has_any(client):
+                    self._held_until_s = 0.0
+            self._calls = away
+            away.take(client, 1)
         await asyncio.sleep(seconds)
 
     def leave(self, task: asyncio.Task[Any]) -> None:

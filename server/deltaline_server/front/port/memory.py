@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from deltaline_server.front.grpc_port import MAX_METADATA_BYTES, MAX_PENDING
 from deltaline_server.front.port.descriptors import MAX_CONNECTIONS
-from deltaline_server.front.port.gate import MAX_CALLS, MAX_PROBES, MAX_WATCHES, RECEIVED, UNREAD_BYTES
+from deltaline_server.front.port.gate import (
+    MAX_CALLS,
+    MAX_PROBES,
+    MAX_TURNED_AWAY,
+    MAX_WATCHES,
+    RECEIVED,
+    UNREAD_BYTES,
+)
 
 # Of a connection without calls, of a call without messages, and of one that nobody has looked at: more than was
 # measured (15, 27 and 12 KB, docs/log.md). A call's window is beside it: what is sent before it is read.
@@ -21,8 +28,9 @@ def most_bytes(message_bytes: int) -> int:
 
     message_bytes: most bytes of a request.
     """
-    calls = (MAX_CALLS + MAX_PROBES + MAX_WATCHES) * (CALL_BYTES + WINDOW_BYTES) + MAX_PENDING * PENDING_BYTES
-    return MAX_CONNECTIONS * CONNECTION_BYTES + calls + COPIES * (RECEIVED * message_bytes + UNREAD_BYTES)
+    calls = (MAX_CALLS + MAX_PROBES + MAX_WATCHES + MAX_TURNED_AWAY) * (CALL_BYTES + WINDOW_BYTES)
+    waiting = MAX_CONNECTIONS * CONNECTION_BYTES + MAX_PENDING * PENDING_BYTES
+    return waiting + calls + COPIES * (RECEIVED * message_bytes + UNREAD_BYTES)
 
 
 def most_half_sent_bytes(message_bytes: int) -> int:

@@ -20,6 +20,10 @@ class Shares:
         """How many clients have some."""
         return len(self._of)
 
+    def has_any(self, client: str) -> bool:
+        """Whether a client has some."""
+        return client in self._of
+
     def has_room(self, client: str) -> bool:
         """Whether a client may have more."""
         return self._of.get(client, 0) < min(self._most, self.limit - self.used)

@@ -25,7 +25,7 @@ from deltaline_server.snapshots.exchange import Exchange
 from deltaline_server.snapshots.header import StateHeader, StoredHeader
 from deltaline_server.snapshots.sequences.passage import Passage
 from deltaline_server.snapshots.stream import Arriving, Piece
-from deltaline_server.tables.request_ids import RequestIds
+from deltaline_server.tables.request_ids import RequestIds, digest
 from deltaline_server.tables.sequence import GONE
 from deltaline_server.tables.sequences import SequenceTable
 
@@ -153,7 +153,8 @@ class Imports:
 
 def _call(asked: pb.ImportStateRequest) -> tuple[Principal, str, bytes, bytes]:
     """What makes a call the same: what its first message asks, and the header of what comes, in place of its chunk."""
-    return current_principal(), "ImportState", asked.request_id, asked.SerializeToString(deterministic=True)
+    content = digest(asked.SerializeToString(deterministic=True))
+    return current_principal(), "ImportState", asked.request_id, content
 
 
 def import_message(body: Buffer | Lent) -> ImportMessage:

@@ -28,7 +28,7 @@ from deltaline_server.snapshots.sequences.passage import Passage
 from deltaline_server.snapshots.states import States
 from deltaline_server.tables.captured.snapshot import SnapshotState
 from deltaline_server.tables.prefixes.cost import ReusePolicy
-from deltaline_server.tables.request_ids import RequestIds
+from deltaline_server.tables.request_ids import RequestIds, digest
 from deltaline_server.tables.sequence import GONE
 from deltaline_server.tables.sequences import SequenceTable
 
@@ -118,13 +118,11 @@ class StateService:
         handles = requests.read_handles(message.sequence, self._served, reply_bytes.SNAPSHOT_BYTES)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
         keys = requests.read_prefix_keys(message.prefix_key, len(handles))
-        principal = current_principal()
+        principal, is_pinned = current_principal(), message.pinned
 
         async def work() -> bytes:
             self._settle()
-            made = await self._states.create(
-                epoch, handles, principal, lease_s=lease_s, is_pinned=message.pinned, keys=keys
-            )
+            made = await self._states.create(epoch, handles, principal, lease_s=lease_s, is_pinned=is_pinned, keys=keys)
             return pb.CreateSnapshotsResponse(snapshots=map(replies.snapshot, made)).SerializeToString()
 
         return await self._once_by_handles("CreateSnapshots", message, work, context)
@@ -220,11 +218,11 @@ class StateService:
         """Let sequences go on at another server."""
         epoch = self._identity.epoch(message.server_epoch, context)
         handles = requests.read_handles(message.sequence, self._served, reply_bytes.MOVED_BYTES)
-        principal, client = current_principal(), context.peer()
+        principal, client, target = current_principal(), context.peer(), message.target
         self._guesses.check(client, principal)
 
         async def work() -> bytes:
-            moved = await self._mover.move(epoch, handles, principal, message.target)
+            moved = await self._mover.move(epoch, handles, principal, target)
             unknown = [one for one in moved.refusals.values() if one.reason is Reason.SEQUENCE_UNKNOWN]
             self._guesses.add(client, principal, len(unknown))
             _, states = self._table.lookup(epoch, handles, principal)
@@ -242,7 +240,7 @@ class StateService:
     async def _once(self, method: str, message: Message, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
         """The reply of the work, or of the call that did it before with the message's request_id."""
         request_id = requests.read_request_id(getattr(message, "request_id"))  # noqa: B009 - Message has none
-        content = message.SerializeToString(deterministic=True)
+        content = digest(message.SerializeToString(deterministic=True))
         return await self.request_ids.once(current_principal(), method, request_id, content, work)
 
     async def _once_by_handles(

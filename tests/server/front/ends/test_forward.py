@@ -21,6 +21,7 @@ from deltaline.link_socket import LinkSocket
 from deltaline.v1 import adapter_service_pb2, layer_service_pb2
 from deltaline_server.front.ends import forward
 from deltaline_server.front.ends.forward import Forward
+from deltaline_server.front.port import gate
 from deltaline_server.front.port.gate import Gate
 
 STEP, STREAM = "/deltaline.v1.LayerService/Step", "/deltaline.v1.LayerService/StepStream"
@@ -28,10 +29,11 @@ UPLOAD = "/deltaline.v1.AdapterService/LoadAdapter"
 
 
 class Front(NamedTuple):
-    """The core's end of the link, and a channel to the front end."""
+    """The core's end of the link, a channel to the front end, and what makes another."""
 
     core: RawLink
     channel: Any
+    connect: Callable[[], Any]
 
     async def receive(self, kind: int) -> Packet:
         """The next packet that the core gets, which is of this kind."""
@@ -62,16 +64,22 @@ async def make_front() -> AsyncIterator[Callable[[], Any]]:
         server.add_generic_rpc_handlers((Forward(core, services, Gate()),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        channels = list[Any]()
+
+        def connect() -> Any:
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channels.append(grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options))
+            return channels[-1]
 
         async def end() -> None:
-            await channel.close()
+            for channel in channels:
+                await channel.close()
             await server.stop(None)
             core.close(status_pb2.Status())
             theirs.close()
 
         ends.append(end)
-        return Front(RawLink(theirs), channel)
+        return Front(RawLink(theirs), connect(), connect)
 
     yield make
     for end in ends:
@@ -128,6 +136,31 @@ async def test_a_refusal_is_kept_back_as_long_as_the_core_says(front: Front) -> 
     (left,) = waiting
     assert not left.done()
     left.cancel()
+
+
+async def test_strangers_leave_a_front_end_s_places_to_who_is_known(
+    make_front: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "MAX_CALLS", 4)
+    monkeypatch.setattr(gate, "MAX_TURNED_AWAY", 4)
+    front: Front = await make_front()
+    unknown = status_pb2.Status(code=code_pb2.UNAUTHENTICATED).SerializeToString()
+    one, two, three, four = (front.connect() for _ in range(4))
+    calls = []
+    for channel in (one, one, two, three, four):
+        calls.append(asyncio.ensure_future(channel.unary_unary(STEP)(b"")))
+        call = (await front.receive(link.CALL)).envelope.call
+        await front.say(link.STATUS, call, unknown, amount=3_600_000_000)
+    for calling, code in ((calls.pop(), "UNAUTHENTICATED"), (one.unary_unary(STEP)(b""), "RESOURCE_EXHAUSTED")):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await calling
+        assert caught.value.code().name == code
+    calling = asyncio.ensure_future(front.channel.unary_unary(STEP)(b""))
+    call = (await front.receive(link.CALL)).envelope.call
+    await front.say(link.MESSAGE, call, b"reply", flags=link.LAST)
+    assert await calling == b"reply" and not any(call.done() for call in calls)
+    for calling in calls:
+        calling.cancel()
 
 
 async def test_a_status_has_its_details_and_when_to_come_again(front: Front) -> None:
