@@ -236,7 +236,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             principal = self._principals.admit(method, context)
             if self._identity is not None:
                 self._identity.check(method, context)
-            if turns is not None and principal is not None and (wait_s := turns.wait_s(principal.number)):
+            if turns is not None and (wait_s := turns.wait_s(None if principal is None else principal.number)):
                 await asyncio.sleep(wait_s)
             yield entered
         except RequestError as error:

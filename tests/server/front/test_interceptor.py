@@ -11,6 +11,7 @@ import grpc
 import pytest
 from google.protobuf.message import DecodeError
 from grpc.aio import AbortError
+from grpc_health.v1 import health_pb2
 
 from deltaline.v1 import layer_service_pb2
 from deltaline_server.front.interceptor import Interceptor
@@ -67,20 +68,28 @@ async def test_a_refusal_that_is_kept_back_keeps_no_message() -> None:
         await answering
 
 
-async def test_a_call_that_has_to_wait_for_its_turn_does_not_reach_its_handler() -> None:
-    metrics, waits_s, seen = Metrics([layer_service_pb2.DESCRIPTOR.services_by_name["LayerService"]]), [0.0, 600.0], []
-    turns: Any = SimpleNamespace(wait_s=lambda number: waits_s.pop(0))
+@pytest.mark.parametrize(("method", "number"), [(STEP, 0), ("/grpc.health.v1.Health/Check", None)])
+async def test_a_call_that_has_to_wait_for_its_turn_does_not_reach_its_handler(method: str, number: int | None) -> None:
+    layers, health = layer_service_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR
+    metrics = Metrics([layers.services_by_name["LayerService"], health.services_by_name["Health"]])
+    waits_s, seen, asked = [0.0, 600.0], list[Any](), list[int | None]()
+
+    def wait_s(principal: int | None) -> float:
+        asked.append(principal)
+        return waits_s.pop(0)
+
+    turns: Any = SimpleNamespace(wait_s=wait_s)
 
     async def answer(message: Any, context: Any) -> bytes:
         seen.append(message)
         return b""
 
     handler: Any = grpc.unary_unary_rpc_method_handler(answer)
-    wrapped: Any = Interceptor(metrics, Principals(), turns=turns).wrap(handler, STEP)
+    wrapped: Any = Interceptor(metrics, Principals(), turns=turns).wrap(handler, method)
     assert await wrapped.unary_unary(b"first", Context()) == b""
     waiting = asyncio.create_task(wrapped.unary_unary(b"second", Context()))
     await asyncio.sleep(0.01)
-    assert (waits_s, seen) == ([], [b"first"])
+    assert (waits_s, seen, asked) == ([], [b"first"], [number] * 2)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

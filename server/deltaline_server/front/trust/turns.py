@@ -20,17 +20,19 @@ class Turns:
         self._clock = clock
         # By the number of a principal, of which there are as many as their file has had: when its last call came, the
         # latest last, and when its next may begin.
-        self._called_s: dict[int, float] = {}
-        self._turn_s: dict[int, float] = {}
+        self._called_s: dict[int | None, float] = {}
+        self._turn_s: dict[int | None, float] = {}
 
-    def wait_s(self, principal: int) -> float:
-        """Count a call that came; return for how many seconds it waits."""
+    def wait_s(self, principal: int | None) -> float:
+        """Count a call that came; return for how many seconds it waits. principal: its number; None of calls that
+        anybody may make, which have turns as one more would, and for which no other waits."""
         now_s, called_s = self._clock(), self._called_s
         called_s.pop(principal, None)
         while called_s and called_s[first := next(iter(called_s))] <= now_s - ACTIVE_S:
             del called_s[first]
         num_others = len(called_s)
-        called_s[principal] = now_s
+        if principal is not None:
+            called_s[principal] = now_s
         # Of calls that began to wait beside others none is overtaken.
         turn_s = max(now_s, self._turn_s.get(principal, now_s))
         self._turn_s[principal] = turn_s + (CALL_S * (num_others + 1) if num_others else 0.0)

@@ -12,7 +12,7 @@ class Rig:
         self.now_s = 100.0
         self.turns = Turns(lambda: self.now_s)
 
-    def waits_s(self, count: int, principal: int) -> list[float]:
+    def waits_s(self, count: int, principal: int | None) -> list[float]:
         return [self.turns.wait_s(principal) for _ in range(count)]
 
 
@@ -27,6 +27,14 @@ def test_of_two_each_begins_a_call_in_the_time_of_two() -> None:
     assert rig.waits_s(3, principal=2) == pytest.approx([0.0, 2 * CALL_S, 4 * CALL_S])
     assert rig.waits_s(3, principal=1) == pytest.approx([0.0, 2 * CALL_S, 4 * CALL_S]), "another's calls are not before"
     assert rig.waits_s(2, principal=3) == pytest.approx([0.0, 3 * CALL_S])
+
+
+def test_calls_that_anybody_may_make_have_turns_and_let_nobody_wait() -> None:
+    rig = Rig()
+    assert rig.waits_s(1000, principal=None) == [0.0] * 1000
+    assert rig.waits_s(1000, principal=1) == [0.0] * 1000
+    assert rig.waits_s(3, principal=None) == pytest.approx([0.0, 2 * CALL_S, 4 * CALL_S])
+    assert rig.waits_s(1000, principal=1) == [0.0] * 1000
 
 
 def test_one_call_at_a_time_waits_for_nothing_beside_a_flood() -> None:
