@@ -62,6 +62,12 @@ ANONYMOUS = Principal(0, "anonymous")
 SHARED = Principal(-1, "shared")
 
 
+def leaves_share(held: int, asked: int, free: int) -> bool:
+    """Whether a principal that holds so much leaves all others as much as it would have, of what so much is free; who
+    holds nothing may have what there is."""
+    return not held or held + asked <= free - asked
+
+
 def check_share(
     held: int,
     asked: int,
@@ -70,9 +76,8 @@ def check_share(
     reason: Reason = Reason.QUEUE_FULL,
     retry_after_s: float | None = 0.02,
 ) -> None:
-    """Raise RequestError where a principal that holds so much would have more than it leaves to all others, of what so
-    much is free; who holds nothing may have what there is."""
-    if held and held + asked > free - asked:
+    """Raise RequestError where a principal that holds so much would have more than it leaves to all others."""
+    if not leaves_share(held, asked, free):
         message = f"this principal has {held} {what}, {asked} more would leave others {max(0, free - asked)}"
         raise RequestError(reason, message, retry_after_s=retry_after_s)
 

@@ -72,6 +72,26 @@ def empty_frames(error: BaseException | None) -> None:
         error = error.__context__
 
 
+class _Requests:
+    """The messages of a stream, parsed. It holds none: gRPC's own iterator would hold the last one of an idle stream,
+    and a generator that of a handler that waits with it."""
+
+    __slots__ = ("_context", "_deserialize", "_rpc")
+
+    def __init__(self, context: Context, rpc: RpcMetrics, deserialize: Callable[[bytes], Any]) -> None:
+        self._context, self._rpc, self._deserialize = context, rpc, deserialize
+
+    def __aiter__(self) -> _Requests:
+        return self
+
+    async def __anext__(self) -> Any:
+        body = await self._context.read()
+        if body is grpc.aio.EOF:
+            raise StopAsyncIteration
+        self._rpc.received.value += 1
+        return parse(self._deserialize, body)
+
+
 class Interceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all services of a server, the library's (reflection) included."""
 
@@ -173,16 +193,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
                         yield serialize(response)
                         del response
 
-        async def requests(context: Context) -> AsyncIterator[Any]:
-            # Not gRPC's own iterator: an idle stream would hold its last message there, and here too without `del`.
-            while (body := await context.read()) is not grpc.aio.EOF:
-                rpc.received.value += 1
-                yield parse(deserialize, body)
-                del body
-
         async def stream_unary(_: AsyncIterator[bytes], context: Context) -> bytes:
             async with self._call(method, rpc, enter, context, traced):
-                response = serialize(await handler.stream_unary(requests(context), context))
+                response = serialize(await handler.stream_unary(_Requests(context, rpc, deserialize), context))
                 rpc.sent.value += 1
                 if audited is not None:
                     self._did(audited.what, context, audited.values(response))
@@ -192,7 +205,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         async def stream_stream(_: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
             async with (
                 self._call(method, rpc, enter, context),
-                aclosing(handler.stream_stream(requests(context), context)) as responses,
+                aclosing(handler.stream_stream(_Requests(context, rpc, deserialize), context)) as responses,
             ):
                 async for response in responses:
                     rpc.sent.value += 1

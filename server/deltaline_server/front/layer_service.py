@@ -83,7 +83,7 @@ class LayerService:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a grpc.aio server registers."""
-        unary, parser = grpc.unary_unary_rpc_method_handler, StepParser()
+        unary, parser = grpc.unary_unary_rpc_method_handler, StepParser(self._served.limits.max_sequences)
         return grpc.method_handlers_generic_handler(
             NAME,
             {
@@ -238,12 +238,13 @@ class LayerService:
         """Apply steps as they come and answer each when it is done.
 
         At most STREAM_STEPS with STREAM_BYTES are taken and not answered, or one where all streams hold
-        ALL_STREAMS_BYTES; beyond that the stream is not read, and gRPC's flow control holds the client. A message that
-        can't be parsed ends the stream once the steps before it are answered; so does `end_streams`.
+        ALL_STREAMS_BYTES, or those of its principal their share; beyond that the stream is not read, and gRPC's flow
+        control holds the client. A message that can't be parsed, or is too large, ends the stream once the steps before
+        it are answered; so does `end_streams`.
         """
         answers: asyncio.Queue[tuple[int, int, StepResult | Refusal] | None] = asyncio.Queue()
-        window = StreamWindow(STREAM_STEPS, STREAM_BYTES, self._budget)
         principal, client, remaining_s = current_principal(), context.peer(), context.time_remaining()
+        window = StreamWindow(STREAM_STEPS, STREAM_BYTES, self._budget, principal)
         until_s = None if remaining_s is None else self._clock() + remaining_s
         num_taken, begin_span, generation, reply_turns = 0, None, self._principals.generation, _reply_turns(context)
         loop = asyncio.get_running_loop()
@@ -264,30 +265,32 @@ class LayerService:
                     if generation != self._principals.generation:  # what was taken before is answered
                         generation = self._principals.generation
                         principal = self._principals.admit(STEP_STREAM, context) or principal
+                        window.belong_to(principal)
                     span = None if begin_span is None else begin_span(message.traceparent)
                     step = self._read_safely(message.step, until_s, principal, client)
+                    correlation_id = message.correlation_id
+                    del message  # before it waits: of what is refused nothing is held
                     if isinstance(step, StepRequest) and step.form.server_epoch != self._table.server_epoch:
                         self._identity.judge(step, context)
-                    # What is refused holds the message until then.
-                    num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(message.step.inline or b"")
+                    num_bytes = step.message_bytes if isinstance(step, StepRequest) else 0
                     await window.acquire(num_bytes)
                     if wait_s := self._turns.wait_s(principal.number):
                         await asyncio.sleep(wait_s)
                     if isinstance(step, StepRequest) and step.hidden.nbytes >= LARGE_BYTES:
                         await self._examine(step)
                     num_taken += 1
-                    on_done: Callable[[StepResult | Refusal], None] = partial(answer, message.correlation_id, num_bytes)
+                    on_done: Callable[[StepResult | Refusal], None] = partial(answer, correlation_id, num_bytes)
                     if span is None:
                         self._submit_safely(step, on_done, reply_turns)
                     else:
                         with span:
                             self._submit_safely(step, span.ending(step, on_done), reply_turns)
-                    # Nothing of a step is held while the stream waits: it may lie in memory to be unmapped.
-                    del message, step
+                    del step  # nothing is held while the stream waits: it may lie in memory to be unmapped
             finally:
                 answers.put_nowait(None)
 
         reader = asyncio.create_task(take())
+        reader.add_done_callback(_empty_reader)
         self._stream_readers.add(reader)
         num_answered, is_over = 0, False
         try:
@@ -323,15 +326,15 @@ class LayerService:
 
     def _read_safely(
         self, message: StepMessage, until_s: float | None, principal: Principal, client: str
-    ) -> StepRequest | Exception:
-        """Check a step; until_s: the RPC's own deadline, None for none. What is raised is returned."""
+    ) -> StepRequest | Refusal:
+        """Check a step; until_s: the RPC's own deadline, None for none. What is raised is refused."""
         now_s, served = self._clock(), self._served
         try:
             if self.guesses.is_slowing:
                 self.guesses.check(client, principal)
             return requests.read_step(message, served, now_s=now_s, until_s=until_s, principal=principal, client=client)
         except Exception as error:
-            return error
+            return _refusal(error)
 
     async def _examine(self, step: StepRequest) -> None:
         """Look at a large tensor before the scheduler has to, so that the event loop need not wait for that."""
@@ -342,18 +345,16 @@ class LayerService:
             step.checksum = self._finite_check.begin_checksum(step.hidden)
 
     def _submit_safely(
-        self, step: StepRequest | Exception, answer: Callable[[StepResult | Refusal], None], reply_turns: int
+        self, step: StepRequest | Refusal, answer: Callable[[StepResult | Refusal], None], reply_turns: int
     ) -> None:
-        """Hand a step to the scheduler; what that raises, or what is given in place of a step, is refused."""
+        """Hand a step to the scheduler; what that raises is refused."""
+        if isinstance(step, Refusal):
+            answer(step)
+            return
         try:
-            if isinstance(step, Exception):
-                raise step
             self._scheduler.submit(step, answer, reply_turns)
         except Exception as error:
-            refusal = error.refusal if isinstance(error, RequestError) else bug(error)
-            empty_frames(error)
-            error.__traceback__ = None  # by it this frame would keep itself, with the message
-            answer(refusal)
+            answer(_refusal(error))
 
     def _stream_response(
         self, correlation_id: int, answer: StepResult | Refusal, client: str, principal: Principal
@@ -365,6 +366,19 @@ class LayerService:
             return replies.stream_response(correlation_id, answer)
         self._observer.refused(answer.reason, 1)
         return replies.stream_status(correlation_id, answer)
+
+
+def _refusal(error: Exception) -> Refusal:
+    """What a step is refused with that raised this, whose frames hold nothing of it any more."""
+    refusal = error.refusal if isinstance(error, RequestError) else bug(error)
+    empty_frames(error)
+    return refusal
+
+
+def _empty_reader(reader: asyncio.Task[None]) -> None:
+    """Let a reader that failed hold nothing while the stream's answers are written."""
+    if not reader.cancelled():
+        empty_frames(reader.exception())
 
 
 def _num_unknown(refusals: Mapping[int, Refusal]) -> int:

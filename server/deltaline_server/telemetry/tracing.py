@@ -195,7 +195,7 @@ class CallSpan:
             contexts.detach(self._token)
             self._token = None
 
-    def ending(self, step: StepRequest | Exception, answer: Answer) -> Answer:
+    def ending(self, step: StepRequest | Refusal, answer: Answer) -> Answer:
         """What takes the place of `answer`: it ends the span as well. Mutates the step, whose trace is the span."""
         if isinstance(step, StepRequest) and self.span.is_recording():
             step.trace = self.span

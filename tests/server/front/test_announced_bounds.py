@@ -33,7 +33,8 @@ ANNOUNCED = {
         f"| such a request | {gate.REQUEST_S:g} s; {gate.HURRIED_REQUEST_S:g} s where others wait |",
         f"of calls with one reply | {spelled_bytes(gate.UNREAD_BYTES)}; "
         f"of one connection {spelled_bytes(gate.CLIENT_UNREAD_BYTES)}",
-        f"| steps of streams that are not answered or read | {STREAM_BYTES} of each stream, {ALL_BYTES} of all |",
+        f"| steps of streams that are not answered or read | {STREAM_BYTES} of each stream, {ALL_BYTES} of all; ",
+        f"rows need, and {spelled_bytes(grpc_port.MESSAGE_SLACK_BYTES)} beside the tensor | MESSAGE_TOO_LARGE |",
         f"| calls that wait to be looked at | {grpc_port.MAX_PENDING:,} |",
         f"what all of it may take: with the defaults {spelled_bytes(most_bytes(MESSAGE_BYTES))}, and "
         f"{spelled_bytes(most_half_sent_bytes(MESSAGE_BYTES))} of streams' messages that are half sent",

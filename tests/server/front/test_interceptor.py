@@ -12,6 +12,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from grpc.aio import AbortError
 from grpc_health.v1 import health_pb2
+from rigs.until import until
 
 from deltaline.v1 import layer_service_pb2
 from deltaline_server.front.interceptor import Interceptor
@@ -19,7 +20,7 @@ from deltaline_server.front.trust.principals import Principals
 from deltaline_server.front.trust.refusals import BURST, Refusals
 from deltaline_server.telemetry.metrics import Metrics
 
-STEP = "/deltaline.v1.LayerService/Step"
+STEP, STEP_STREAM = "/deltaline.v1.LayerService/Step", "/deltaline.v1.LayerService/StepStream"
 
 
 class Context:
@@ -66,6 +67,32 @@ async def test_a_refusal_that_is_kept_back_keeps_no_message() -> None:
     context.may_end.set()
     with pytest.raises(AbortError):
         await answering
+
+
+async def test_a_stream_whose_handler_waits_keeps_no_message() -> None:
+    metrics, bodies, is_waiting = Metrics([layer_service_pb2.DESCRIPTOR.services_by_name["LayerService"]]), [Body()], []
+    watched = weakref.ref(bodies[0])
+
+    async def read() -> Body:
+        return bodies.pop()
+
+    async def answer(messages: Any, context: Any) -> Any:
+        assert await anext(messages) == "parsed"
+        is_waiting.append(True)
+        await context.may_end.wait()
+        yield b"answer"
+
+    handler: Any = grpc.stream_stream_rpc_method_handler(answer, lambda body: "parsed")
+    wrapped: Any = Interceptor(metrics, Principals()).wrap(handler, STEP_STREAM)
+    context: Any = Context()
+    context.read = read
+    responses = wrapped.stream_stream(None, context)
+    answering = asyncio.create_task(anext(responses))
+    await until(lambda: is_waiting)
+    assert watched() is None
+    context.may_end.set()
+    assert await answering == b"answer"
+    await responses.aclose()
 
 
 @pytest.mark.parametrize(("method", "number"), [(STEP, 0), ("/grpc.health.v1.Health/Check", None)])

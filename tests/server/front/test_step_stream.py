@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from rigs.layer_calls import HIDDEN, HeldEngine, make_step, reason_of, refused, status_of
+from rigs.principals import entry, headers, write_principals
 from rigs.until import until
 
 from deltaline import wire
@@ -19,6 +23,8 @@ from deltaline_server.app import Server
 from deltaline_server.front import layer_service
 from deltaline_server.front.flow_control import StreamWindow
 from deltaline_server.front.layer_service import STREAM_STEPS
+from deltaline_server.front.steps.step_message import StreamStep
+from deltaline_server.front.steps.step_parser import StepParser
 
 
 async def test_stream_answers_out_of_order_and_outlives_a_bad_step(stub: Any, engine: HeldEngine) -> None:
@@ -131,24 +137,95 @@ async def test_streams_together_take_bounded_bytes_and_each_one_step(
             assert sorted([answer.correlation_id async for answer in stream]) == list(range(first, first + 4))
 
 
-async def test_refused_steps_take_room_until_their_answers_are_written(
-    stub: Any, monkeypatch: pytest.MonkeyPatch
+class Watched(list[Any]):
+    """Waypoints of a message, which may be watched."""
+
+
+async def test_of_a_refused_step_nothing_is_held_while_it_waits_for_room(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
+    messages: list[weakref.ref[Watched]] = []
+    may_go_on = asyncio.Event()
+    parse = StepParser.parse_stream_step
 
-    class Noted(StreamWindow):
+    class Waiting(StreamWindow):
         async def acquire(self, num_bytes: int) -> None:
             taken.append(num_bytes)
+            await may_go_on.wait()
             await super().acquire(num_bytes)
 
-    monkeypatch.setattr(layer_service, "StreamWindow", Noted)
-    opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
-    stream = stub.StepStream()
-    step = make_step(opened, span=9)
-    await stream.write(pb.StepStreamRequest(correlation_id=1, step=step))
-    assert reason_of((await stream.read()).status) == "UNKNOWN_SPAN"
-    stream.cancel()
-    assert taken == [len(step.hidden.inline)] and taken[0]
+    def parse_watched(self: StepParser, body: bytes) -> StreamStep:
+        parsed, waypoints = parse(self, body), Watched()
+        messages.append(weakref.ref(waypoints))
+        return parsed._replace(step=parsed.step._replace(waypoints=waypoints))
+
+    monkeypatch.setattr(layer_service, "StreamWindow", Waiting)
+    monkeypatch.setattr(StepParser, "parse_stream_step", parse_watched)
+    async with make_server() as server, grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+        opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
+        stream = stub.StepStream()
+        await stream.write(pb.StepStreamRequest(correlation_id=1, step=make_step(opened, span=9)))
+        await until(lambda: taken)
+        assert taken == [0] and messages[0]() is None
+        may_go_on.set()
+        assert reason_of((await stream.read()).status) == "UNKNOWN_SPAN"
+        stream.cancel()
+
+
+async def test_a_message_that_ends_its_stream_is_not_held_until_that_ends(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[weakref.ref[Watched]] = []
+    parse = StepParser.parse_stream_step
+
+    def parse_watched(self: StepParser, body: bytes) -> StreamStep:
+        held = Watched()
+        if not body:
+            failed.append(weakref.ref(held))
+            raise DecodeError
+        return parse(self, body)
+
+    monkeypatch.setattr(StepParser, "parse_stream_step", parse_watched)
+    async with make_server() as server, grpc.aio.insecure_channel(server.address) as channel:
+        engine = HeldEngine(server, monkeypatch)
+        opened = await layer_service_pb2_grpc.LayerServiceStub(channel).OpenSequences(pb.OpenSequencesRequest(count=1))
+        stream: Any = channel.stream_stream("/deltaline.v1.LayerService/StepStream")()
+        await stream.write(pb.StepStreamRequest(correlation_id=1, step=make_step(opened)).SerializeToString())
+        await engine.holds_one()
+        await stream.write(b"")
+        await until(lambda: failed and failed[0]() is None)  # while the step before it runs
+        engine.release()
+        assert pb.StepStreamResponse.FromString(await stream.read()).correlation_id == 1
+        assert reason_of(status_of(await refused(stream.read()))) == "INVALID_REQUEST"
+
+
+async def test_streams_of_a_principal_leave_others_their_share(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(layer_service, "ALL_STREAMS_BYTES", 10 * 20 * HIDDEN * 4)
+    file = write_principals(tmp_path / "principals.toml", entry("team", "step"))
+    async with (
+        make_server(max_sequences=20, principals=file) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        HeldEngine(server, monkeypatch)
+        stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+        streams = []
+        for name in ("team", "others"):
+            opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=8), metadata=headers(name))
+            streams.append((stub.StepStream(metadata=headers(name)), [make_prefill(opened, i, 20) for i in range(8)]))
+            if name == "team":
+                await streams[0][0].write(pb.StepStreamRequest(step=streams[0][1].pop()))
+                await settle(server, 1)
+                write_principals(Path(file), entry("team", "step"), entry("others", "step"))  # it is alone no more
+                await until(lambda: server.principals.generation == 1)
+        # Six of ten steps would leave four; three of the five that are left would leave two.
+        for (stream, steps), num_queued in zip(streams, (5, 7), strict=True):
+            for step in steps:
+                await stream.write(pb.StepStreamRequest(step=step))
+            await settle(server, num_queued)
 
 
 async def test_reader_that_stops_holds_the_writer(

@@ -6,14 +6,16 @@ it is unusual. Field numbers and wire types are the descriptors'.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError
 
 # Where a field's content begins and ends in the message.
 Extent = tuple[int, int]
 
-VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
+VARINT, FIXED64, LENGTH_DELIMITED, BEGIN_GROUP, END_GROUP, FIXED32 = range(6)
 # The most bytes of a varint that a scan reads: 63 bits, so that nothing is cut and no sign has to be told.
 VARINT_BYTES = 9
 # Beyond it a varint of a narrower type would be cut or have a sign.
@@ -104,3 +106,67 @@ def read_varints(body: bytes, extent: Extent, most_bytes: int) -> list[int] | No
         elif shift == 7 * VARINT_BYTES:
             return None
     return None if shift else values
+
+
+def bytes_beside(body: bytes, inside: Mapping[int, Any], most_fields: int) -> int | None:
+    """The bytes of a message of any form beside its tensors; None where it has more than so many fields.
+
+    inside: what certain fields contain, by their tags: None for a tensor, else the same of a message, whose fields are
+    counted too. Raises: DecodeError for some of what protobuf refuses; of the rest all that it reads is counted.
+    """
+    at, end = 0, len(body)
+    num_bytes = end
+    around: list[tuple[int, Mapping[int, Any]]] = []
+    try:
+        for _ in range(most_fields + 1):
+            while at == end and around:
+                end, inside = around.pop()
+            if at == end:
+                return num_bytes
+            tag = body[at]
+            at += 1
+            if tag >= 0x80:
+                tag, at = _read_varint(body, at - 1)
+            wire_type = tag & 7
+            if wire_type == VARINT:
+                _, at = _read_varint(body, at)
+            elif wire_type == FIXED64:
+                at += 8
+            elif wire_type == FIXED32:
+                at += 4
+            elif wire_type == BEGIN_GROUP:  # nobody knows what is in it
+                around.append((end, inside))
+                inside = {}
+            elif wire_type == END_GROUP and around:
+                end, inside = around.pop()
+            elif wire_type == LENGTH_DELIMITED:
+                length = body[at]
+                at += 1
+                if length >= 0x80:
+                    length, at = _read_varint(body, at - 1)
+                content = inside.get(tag, b"")
+                if content and at + length <= end:
+                    around.append((end, inside))
+                    end, inside = at + length, content
+                else:
+                    num_bytes -= length if content is None else 0
+                    at += length
+            else:
+                raise DecodeError(f"a tag of wire type {wire_type}")
+            if at > end:
+                raise DecodeError("a field ends beyond its message")
+    except IndexError as error:
+        raise DecodeError("the message ends within a field") from error
+    return None
+
+
+def _read_varint(body: bytes, at: int) -> tuple[int, int]:
+    """A varint of any length that protobuf may take, and where it ends."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise DecodeError("a varint of more than 10 bytes")

@@ -78,7 +78,7 @@ def outcome(message: StepMessage) -> Any:
 def check(body: bytes) -> bool:
     """All parsers agree about a body; returns whether the fast one took it."""
     expected = by_protobuf(body)
-    parser = StepParser()
+    parser = StepParser(LIMITS.max_sequences)
     scanned = scan_step(body, 0, len(body))
     if scanned is not None:
         message, extents = scanned
@@ -309,7 +309,7 @@ def test_the_usual_form_is_scanned() -> None:
 
 
 def read(body: bytes) -> StepRequest:
-    return read_step(StepParser().parse_step(body), SERVED, now_s=0.0, until_s=None)
+    return read_step(StepParser(LIMITS.max_sequences).parse_step(body), SERVED, now_s=0.0, until_s=None)
 
 
 @pytest.mark.parametrize("span", [b"\x10\x01", b"\x10\x81\x00"], ids=["two bytes", "three bytes"])
@@ -330,7 +330,7 @@ def test_field_with_a_longer_tag_is_no_field_of_a_walk() -> None:
 
 
 def test_of_many_batches_the_last_ones_are_remembered() -> None:
-    parser = StepParser()
+    parser = StepParser(LIMITS.max_sequences)
 
     def body(handle: int) -> bytes:
         hidden = wire.encode(np.zeros((1, HIDDEN), SERVED.dtype))
@@ -350,7 +350,7 @@ def test_of_many_batches_the_last_ones_are_remembered() -> None:
 @pytest.mark.parametrize("column", ["sequence", "kind", "accepted", "query_start_loc"])
 def test_columns_that_nobody_has_checked_are_not_remembered_at_any_length(column: str) -> None:
     """Or messages that are all refused would fill the memory: each may be as large as a tensor."""
-    parser = StepParser()
+    parser = StepParser(LIMITS.max_sequences)
     for first in range(3):
         columns: dict[str, Any] = {column: [first] * MOST_BYTES}
         message = parser.parse_step(pb.StepRequest(server_epoch=1, **columns).SerializeToString())
@@ -360,7 +360,7 @@ def test_columns_that_nobody_has_checked_are_not_remembered_at_any_length(column
 
 
 def test_a_pattern_keeps_no_message_alive() -> None:
-    parser = StepParser()
+    parser = StepParser(LIMITS.max_sequences)
     hidden = wire.encode(np.zeros((64, HIDDEN), SERVED.dtype))
     for size in (1000, 2000):  # scanned, then matched
         values: dict[str, Any] = {"sequence": [7], "kind": [pb.ROW_KIND_PREFILL], "step": [1], "position": [size]}

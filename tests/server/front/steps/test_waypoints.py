@@ -50,7 +50,9 @@ def read(made: pb.StepRequest) -> StepRequest:
     limits = make_limits(inline_limit_bytes=1 << 22, queue_bytes=1 << 22)
     regions = Regions(limit_bytes=0, default_lease_s=1.0, max_lease_s=1.0, clock=lambda: 0.0)
     served = Served(limits, [SpanShapes(made.hidden.shape[1], 4)], np.dtype(np.float32), regions)
-    return read_step(StepParser().parse_step(made.SerializeToString()), served, now_s=0.0, until_s=None)
+    return read_step(
+        StepParser(limits.max_sequences).parse_step(made.SerializeToString()), served, now_s=0.0, until_s=None
+    )
 
 
 @pytest.mark.parametrize(
