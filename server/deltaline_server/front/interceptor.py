@@ -74,12 +74,14 @@ def empty_frames(error: BaseException | None) -> None:
 
 class _Requests:
     """The messages of a stream, parsed. It holds none: gRPC's own iterator would hold the last one of an idle stream,
-    and a generator that of a handler that waits with it."""
+    and a generator that of a handler that waits with it. turns: of messages that are a call each; None for others."""
 
-    __slots__ = ("_context", "_deserialize", "_rpc")
+    __slots__ = ("_context", "_deserialize", "_rpc", "_turns")
 
-    def __init__(self, context: Context, rpc: RpcMetrics, deserialize: Callable[[bytes], Any]) -> None:
-        self._context, self._rpc, self._deserialize = context, rpc, deserialize
+    def __init__(
+        self, context: Context, rpc: RpcMetrics, deserialize: Callable[[bytes], Any], turns: Turns | None = None
+    ) -> None:
+        self._context, self._rpc, self._deserialize, self._turns = context, rpc, deserialize, turns
 
     def __aiter__(self) -> _Requests:
         return self
@@ -88,6 +90,8 @@ class _Requests:
         body = await self._context.read()
         if body is grpc.aio.EOF:
             raise StopAsyncIteration
+        if self._turns is not None and (wait_s := self._turns.wait_s(current_principal().number)):
+            await asyncio.sleep(wait_s)
         self._rpc.received.value += 1
         return parse(self._deserialize, body)
 
@@ -152,6 +156,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
         traced = method if method.startswith(TRACED) else None
         audited = AUDITED.get(method) if self._audit is not None else None
         limit_bytes = None if method == _STEP else self._most_bytes
+        # Of our own streams' messages steps have theirs (layer_service.py); reflection answers each.
+        turns = None if method.startswith(TRACED) else self._turns
 
         async def unary(body: Any, context: Context) -> bytes:
             async with self._call(method, rpc, enter, context, traced, self._turns) as entered:
@@ -205,7 +211,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         async def stream_stream(_: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
             async with (
                 self._call(method, rpc, enter, context),
-                aclosing(handler.stream_stream(_Requests(context, rpc, deserialize), context)) as responses,
+                aclosing(handler.stream_stream(_Requests(context, rpc, deserialize, turns), context)) as responses,
             ):
                 async for response in responses:
                     rpc.sent.value += 1

@@ -12,6 +12,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from grpc.aio import AbortError
 from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from rigs.until import until
 
 from deltaline.v1 import layer_service_pb2
@@ -21,6 +22,7 @@ from deltaline_server.front.trust.refusals import BURST, Refusals
 from deltaline_server.telemetry.metrics import Metrics
 
 STEP, STEP_STREAM = "/deltaline.v1.LayerService/Step", "/deltaline.v1.LayerService/StepStream"
+REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 class Context:
@@ -121,3 +123,31 @@ async def test_a_call_that_has_to_wait_for_its_turn_does_not_reach_its_handler(m
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert seen == [b"first"]
+
+
+async def test_each_question_of_reflection_has_a_turn() -> None:
+    metrics = Metrics([reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]])
+    waits_s, bodies = [0.0, 600.0], [b"1", b"2"]
+    turns: Any = SimpleNamespace(wait_s=lambda number: waits_s.pop(0))
+
+    async def answers(messages: Any, context: Any) -> Any:
+        async for message in messages:
+            yield message
+
+    async def read() -> bytes:
+        return bodies.pop(0)
+
+    handler: Any = grpc.stream_stream_rpc_method_handler(answers)
+    wrapped: Any = Interceptor(metrics, Principals(), turns=turns).wrap(handler, REFLECT)
+    context: Any = Context()
+    context.read = read
+    responses = wrapped.stream_stream(None, context)
+    assert await anext(responses) == b"1"
+    waiting = asyncio.create_task(anext(responses))
+    await until(lambda: not bodies)
+    await asyncio.sleep(0.01)
+    assert not waits_s and not waiting.done()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await responses.aclose()
