@@ -375,6 +375,8 @@ def run() -> int:
         rest = " (the others follow a near-tie of transformers' logits)" if compared < made else ""
         print(f"{name}: {compared} of {made} tokens compared, {verdict}{rest}")
         failed |= bool(wrong)
+    if failed:
+        print(f"if all differ, other weights are served than those of {options.directory}", file=sys.stderr)
     return int(failed)
 
 

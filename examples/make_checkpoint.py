@@ -193,7 +193,11 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if not 0 <= options.streams <= 8:
         parser.error(f"--streams: expected 0 .. 8, got {options.streams}")
-    make_checkpoint(options.directory, options.kind, seed=options.seed, streams=options.streams)
+    try:
+        options.directory.mkdir(parents=True, exist_ok=True)  # transformers only logs that it is a file
+        make_checkpoint(options.directory, options.kind, seed=options.seed, streams=options.streams)
+    except OSError as error:
+        raise SystemExit(f"make_checkpoint: error: {error}") from error
     for path in sorted(options.directory.iterdir()):
         print(f"wrote {path}, {path.stat().st_size} bytes")
     print(f"now serve it: deltaline-server --model {options.directory}")
