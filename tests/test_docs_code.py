@@ -1,7 +1,8 @@
 """The code of the pages runs, and what its comments say comes out does.
 
-The fenced blocks of a page run in its order: `python` in one namespace, `sh` command by command. A comment is checked
-where it stands behind `print`, or begins with the shape of what is assigned: `[T, D]`, or one for each value.
+The fenced blocks of a page run in its order: `python` in one namespace, `sh` command by command. A server takes the
+place of the one before, but that with `--port 50052` stands beside it. A comment is checked where it stands
+behind `print`, or begins with the shape of what is assigned: `[T, D]`, or one for each value.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from rigs.routers import free_port
 
 from deltaline_server.app import Server
 from deltaline_server.config import Config
@@ -92,20 +94,25 @@ def test_a_block_is_run_or_is_no_python(path: Path) -> None:
 async def test_code_of_the_pages_runs(pages: list[Path], tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     async with AsyncExitStack() as servers:
-        address = "no server"
+        address, beside = "no server", str(free_port())
         for page in pages:
             names: dict[str, Any] = {}
             for block in blocks(page):
-                text = block.content.replace("127.0.0.1:50051", address).replace("/tmp/", f"{tmp_path}/")
+                text = block.content.replace("127.0.0.1:50051", address).replace("50052", beside)
+                text = text.replace("/tmp/", f"{tmp_path}/")
                 if block.info == "python":
                     await asyncio.to_thread(Sample(text).run, names)
                     continue
                 for line in text.splitlines():
                     program, *arguments = shlex.split(line, comments=True)
                     if program == "deltaline-server":
-                        config = Config.parse([*arguments, "--port", "0", "--metrics-port", "0"], {})
-                        await servers.aclose()
-                        address = (await servers.enter_async_context(Server(config))).address
+                        is_beside = "--port" in arguments
+                        port = beside if is_beside else "0"
+                        config = Config.parse([*arguments, "--port", port, "--metrics-port", "0"], {})
+                        if not is_beside:
+                            await servers.aclose()
+                        server = await servers.enter_async_context(Server(config))
+                        address = address if is_beside else server.address
                         continue
                     assert program in ("python", "deltaline"), f"{line}: what runs this?"
                     if program == "deltaline":

@@ -74,6 +74,14 @@ def test_a_prompt_is_token_ids(
     assert "--prompt: expected token ids with spaces between, got 'a b'" in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_can_t_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "made").touch()
+    command = [sys.executable, str(EXAMPLES / "make_checkpoint.py"), str(tmp_path / "made")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    told = f"make_checkpoint: error: [Errno 17] File exists: '{tmp_path / 'made'}'\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
 @pytest.mark.parametrize("embedding", ["embedding", "embeddings"], ids=["mamba_ssm", "transformers"])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["head", "tied"])
 def test_the_ends_of_a_mamba2_checkpoint_have_either_name(
@@ -129,8 +137,9 @@ def test_heads_of_the_table_stand_apart(example: Any, capsys: pytest.CaptureFixt
     assert len(row) == len(heads) and len(row.split()) == 1 + len(columns)
 
 
+@pytest.mark.parametrize("token", [1, 2], ids=["equal", "different"])
 def test_a_comparison_is_announced_before_it_begins(
-    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], token: int
 ) -> None:
     shown: list[str] = []
 
@@ -138,17 +147,20 @@ def test_a_comparison_is_announced_before_it_begins(
         shown.append(capsys.readouterr().out)
         return [[1]]
 
-    report = example.Report(tokens=[[1]], ended_at=[1], steps=1, total_s=1.0, timings=[StepTiming()])
+    report = example.Report(tokens=[[token]], ended_at=[1], steps=1, total_s=1.0, timings=[StepTiming()])
     ends = SimpleNamespace(embedding=range(8), end_tokens=set(), num_layers=1, streams=0)
     changes = {"Ends": lambda _: ends, "check_servers": lambda *_: None, "generate": lambda *_: report}
     for name, change in (changes | {"expected_tokens": expected_tokens}).items():
         monkeypatch.setattr(example, name, change)
     monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path), "--prompt", "1", "--drafts", "0", "--compare"])
-    assert example.main() == 0
+    assert example.main() == (token != 1)
     assert shown[0].endswith(
         "transformers now does the same, without a cache: seconds on a CPU, minutes on a busy one\n"
     )
-    assert capsys.readouterr().out == "plain: 1 of 1 tokens compared, all equal\n"
+    out, err = capsys.readouterr()
+    assert out == f"plain: 1 of 1 tokens compared, {'all equal' if token == 1 else 'prompts [0] differ'}\n"
+    hint = f"if all differ, other weights are served than those of {tmp_path}\n"
+    assert err == ("" if token == 1 else hint)
 
 
 @pytest.mark.parametrize(

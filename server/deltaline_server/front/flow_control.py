@@ -79,8 +79,10 @@ class StreamWindow:
 
     async def acquire(self, num_bytes: int) -> None:
         """Wait for room for one more step of so many bytes, and take it. For one task at a time."""
-        if self._has_room(num_bytes):
-            self._take(num_bytes)
+        if not self._steps or self._has_room(num_bytes):
+            self._steps += 1
+            self._bytes += num_bytes
+            self._shared.acquire(self._principal, num_bytes)
             return
         self._asked = num_bytes
         self._taken.clear()
@@ -91,9 +93,12 @@ class StreamWindow:
 
     def take_asked(self) -> bool:
         """Take the step that is asked for, if there is one and room for it."""
-        if self._asked is None or not self._has_room(self._asked):
+        num_bytes = self._asked
+        if num_bytes is None or (self._steps and not self._has_room(num_bytes)):
             return False
-        self._take(self._asked)
+        self._steps += 1
+        self._bytes += num_bytes
+        self._shared.acquire(self._principal, num_bytes)
         self._ask_no_more()
         self._taken.set()
         return True
@@ -103,7 +108,8 @@ class StreamWindow:
         self._steps -= 1
         self._bytes -= num_bytes
         self._shared.release(self._principal, num_bytes)
-        self.take_asked()
+        if self._asked is not None:
+            self.take_asked()
 
     def close(self) -> None:
         """The stream is over, and its replies are gone with it. Idempotent."""
@@ -111,20 +117,13 @@ class StreamWindow:
         self._steps = self._bytes = 0
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Whether one more step fits; where only what all share has no room, the window waits for that."""
-        if not self._steps:
-            return True
+        """Whether one more fits behind others; where only what all share has no room, the window waits for that."""
         if self._steps == self._max_steps or self._bytes + num_bytes > self._max_bytes:
             return False
         if self._shared.has_room(self._principal, num_bytes):
             return True
         self._shared.wait(self._principal, self)
         return False
-
-    def _take(self, num_bytes: int) -> None:
-        self._steps += 1
-        self._bytes += num_bytes
-        self._shared.acquire(self._principal, num_bytes)
 
     def _ask_no_more(self) -> None:
         self._asked = None

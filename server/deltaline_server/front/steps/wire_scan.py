@@ -128,6 +128,8 @@ def bytes_beside(body: bytes, inside: Mapping[int, Any], most_fields: int) -> in
             if tag >= 0x80:
                 tag, at = _read_varint(body, at - 1)
             wire_type = tag & 7
+            if tag < 8:
+                raise DecodeError("a field of number 0")
             if wire_type == VARINT:
                 _, at = _read_varint(body, at)
             elif wire_type == FIXED64:
