@@ -65,9 +65,9 @@ class AsyncClient(ClientState):
         servers: Iterable[str] | None = None,
         channels: int = 1,
     ) -> None:
-        super().__init__(timeout, retry or Retry(), shared_memory_bytes)
         shown = Token.of(token, token_file, with_port(address), tls)
-        self._transport = AsyncTransport(address, tls, Caller(shown), servers, channels, on_leave=self._leave_link)
+        super().__init__(timeout, retry or Retry(), shared_memory_bytes, Caller(shown))
+        self._transport = AsyncTransport(address, tls, self._caller, servers, channels, on_leave=self._leave_link)
 
     async def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""

@@ -69,8 +69,8 @@ class Client(ClientState):
     how it and the server know each other, None for plain text (see Tls); token, or token_file, which is read again when
     it changes: who it is to a server that asks; not in plain text to another host; servers, addresses at which calls
     may go on about what a server opened that tells one of them: None for any whose certificate verifies, and without
-    TLS for none; channels, how many connections of gRPC to each server its calls at a time are spread over: more than
-    one where a server has front ends. Raises ValueError.
+    TLS for none but targets of `move`; channels, how many connections of gRPC to each server its calls at a time
+    are spread over: more than one where a server has front ends. Raises ValueError, TypeError.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Client(ClientState):
         servers: Iterable[str] | None = None,
         channels: int = 1,
     ) -> None:
-        super().__init__(timeout, retry or Retry(), shared_memory_bytes)
         shown = Token.of(token, token_file, with_port(address), tls)
-        self._transport = Transport(address, tls, Caller(shown), servers, channels, on_leave=self._leave_link)
+        super().__init__(timeout, retry or Retry(), shared_memory_bytes, Caller(shown))
+        self._transport = Transport(address, tls, self._caller, servers, channels, on_leave=self._leave_link)
 
     def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""

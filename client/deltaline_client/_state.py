@@ -12,6 +12,7 @@ from deltaline_client._exceptions import DeltalineError, StateElsewhere, Transpo
 from deltaline_client._seconds import check_seconds
 from deltaline_client._shared_memory.regions import SharedMemory
 from deltaline_client._table import SequenceTable
+from deltaline_client._transport.caller import Caller
 from deltaline_client._transport.flow import Flow, Found, Method, Request, Reroute, Response, Server, Sleep, call
 from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.retry import Attempts, Retry, is_retryable
@@ -23,8 +24,9 @@ T = TypeVar("T")
 class ClientState:
     """A client's settings, and what it has learned of the server."""
 
-    def __init__(self, timeout_s: float, retry: Retry, shared_memory_bytes: int) -> None:
+    def __init__(self, timeout_s: float, retry: Retry, shared_memory_bytes: int, caller: Caller) -> None:
         check_seconds("timeout", timeout_s)
+        self._caller = caller
         self._timeout_s = timeout_s
         self._retry = retry
         self._info: ServerInfo | None = None

@@ -22,7 +22,10 @@ def is_host_and_port(text: str) -> bool:
 
 
 def link_path(address: str) -> str | None:
-    """The path of a local link's socket; None for an address of gRPC. Raises ValueError for none that can be."""
+    """The path of a local link's socket; None for an address of gRPC. Raises ValueError for none that can be, TypeError
+    for what is no text."""
+    if not isinstance(address, str):
+        raise TypeError(f"address: expected a text, got {type(address).__name__}")
     if not address.startswith(SCHEME):
         return None
     path = address.removeprefix(SCHEME)
@@ -32,7 +35,8 @@ def link_path(address: str) -> str | None:
 
 
 def with_port(address: str) -> str:
-    """Return the address with PORT if it is a host alone; else as it is. Raises ValueError if it is no address."""
+    """Return the address with PORT if it is a host alone; else as it is. Raises ValueError if it is no address,
+    TypeError if it is no text."""
     if link_path(address) is not None:
         return address
     try:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rigs.small_models import GATED_DELTA_NET
@@ -96,6 +96,8 @@ def test_what_is_no_address_is_refused_at_once(text: str, capsys: pytest.Capture
     for make in (Client, AsyncClient):
         with pytest.raises(ValueError, match=re.escape(message)):
             make(text)
+        with pytest.raises(TypeError, match=r"^address: expected a text, got int$"):
+            make(cast(Any, 50051))
     with pytest.raises(SystemExit, match="2"):
         main(["info", text])
     assert message in capsys.readouterr().err

@@ -33,6 +33,8 @@ from deltaline_server.moving.records import MAX_BYTES
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 IMAGE = stages()
+# In place of an overlay's file.
+ARGUMENTS = ["--model", "/model", "--host-state-bytes", "1MiB"]
 Manifests = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -133,7 +135,7 @@ def test_liveness_does_not_follow_a_drain(container: dict[str, Any], pod: dict[s
 def test_a_pod_that_ends_moves_its_sequences_to_every_other_that_there_may_be(
     rendered: Manifests, container: dict[str, Any]
 ) -> None:
-    config = Config.parse(["--config", "/dev/null", "--model", "/model"], environment_of(container))
+    config = Config.parse(["--config", "/dev/null", *ARGUMENTS], environment_of(container))
     named = rendered["StatefulSet", "deltaline"]
     most = rendered["HorizontalPodAutoscaler", "deltaline"]["spec"]["maxReplicas"]
     pods = [f"deltaline-{number}.{named['spec']['serviceName']}:{config.port}" for number in range(most)]
@@ -169,7 +171,7 @@ def test_several_gpus_of_a_pod_are_as_many_ranks(tmp_path: Path) -> None:
     }
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     [container] = render(tmp_path)["StatefulSet", "deltaline"]["spec"]["template"]["spec"]["containers"]
-    config = Config.parse(["--model", "/model"], environment_of(container))
+    config = Config.parse(ARGUMENTS, environment_of(container))
     assert str(config.tensor_parallel) == container["resources"]["limits"]["nvidia.com/gpu"] == "2"
 
 
@@ -308,12 +310,12 @@ def test_cert_manager_makes_what_the_pods_mount_for_the_names_that_clients_use(t
 def test_the_server_takes_the_environment_with_the_image_s(container: dict[str, Any]) -> None:
     environment = IMAGE["gpu"].environment | environment_of(container)
     assert unknown_variables(environment) == []
-    config = Config.parse(["--model", "/model", "--config", "/dev/null"], environment)
+    config = Config.parse([*ARGUMENTS, "--config", "/dev/null"], environment)
     assert config.host == "0.0.0.0" and config.insecure != has_tls(container)
 
 
 def test_a_pod_tells_clients_the_name_by_which_it_is_found(rendered: Manifests, container: dict[str, Any]) -> None:
-    config = Config.parse(["--model", "/model"], environment_of(container))
+    config = Config.parse(ARGUMENTS, environment_of(container))
     stateful = rendered["StatefulSet", "deltaline"]
     found_by = f"{stateful['metadata']['name']}-0.{stateful['spec']['serviceName']}.default.svc"
     [port] = [port["containerPort"] for port in container["ports"] if port["name"] == "grpc"]

@@ -175,12 +175,15 @@ def test_a_client_that_may_not_follow_is_told_the_owner(
     do, servers = driven.do, peers(2)
     client = clients(servers.addresses[0])
     sequence = do(client.open())
-    [moved] = do(client.move([sequence], servers.names[1]))
-    with pytest.raises(StateElsewhere) as raised:
+    Orchestrator(sequence, servers.names).move()
+    with pytest.raises(StateElsewhere, match=f"lives at {servers.names[1]}, where this client may not go") as raised:
         do(sequence.decode(tokens(1)))
     error = raised.value
-    assert (error.server, error.server_epoch, error.handle) == moved[1:] and error.server == servers.names[1]
-    assert servers.num_open == [0, 1]
+    assert error.server == servers.names[1] and servers.num_open == [0, 1]
+    [moved] = do(client.move([sequence], servers.names[1]))  # it had been, and now the client may go there
+    assert (error.server, error.server_epoch, error.handle) == moved[1:]
+    do(sequence.decode(tokens(1)))
+    assert sequence.server == servers.names[1]
 
 
 def test_with_tls_an_owner_is_followed_where_it_proves_its_name(

@@ -275,10 +275,11 @@ def num_calls(server: Server) -> float:
     )
 
 
-async def refused_target(calls: Calls, sequence: Stepped, target: str) -> None:
+async def refused_target(calls: Calls, sequence: Stepped, target: str, why: str) -> None:
     """A target is refused, and the sequence goes on."""
     error = await refused(calls.move([sequence], target))
     assert (reason_of(status_of(error)), error.code()) == ("MOVE_TARGET_REFUSED", grpc.StatusCode.FAILED_PRECONDITION)
+    assert error.details() == f"target: {why}"
     await sequence.step(DECODE)
 
 
@@ -292,14 +293,17 @@ async def test_a_target_has_to_be_listed_and_another_server(tmp_path: Path) -> N
         Calls() as calls,
     ):
         one, came = (await calls.open(source.address))[0], num_calls(target)
-        for address in (target.address, nobody, own, "", "localhost"):
-            await refused_target(calls, one, address)
+        await refused_target(calls, one, nobody, f"{nobody} can't be reached, or does not prove who it is")
+        await refused_target(calls, one, own, "it is this server")
+        for address in (target.address, "", "localhost"):
+            await refused_target(calls, one, address, f"expected one of this server's --move-peers, got {address!r}")
         assert num_calls(target) == came
 
 
 async def test_states_go_by_host_memory_alone(tmp_path: Path) -> None:
-    options = {"host_state_bytes": 0, "move_peers": "127.0.0.1:1"}
-    async with server_of(GATED_DELTA_NET, tmp_path, "cpu", **options) as source, Calls() as calls:
+    async with server_of(GATED_DELTA_NET, tmp_path, "cpu", host_state_bytes=0) as source, Calls() as calls:
         [one] = await calls.open(source.address)
         error = await refused(calls.move([one], "127.0.0.1:1"))
         assert reason_of(status_of(error)) == "HOST_TIER_OFF"
+        expected = "moving, saving and loading states need a server that is started with --host-state-bytes"
+        assert error.details() == expected

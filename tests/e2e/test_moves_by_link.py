@@ -25,6 +25,7 @@ from rigs.until import until
 
 from deltaline.link_socket import connect
 from deltaline_server.app import Server
+from deltaline_server.errors import shown
 from deltaline_server.moving import ways
 from deltaline_server.snapshots import exchange
 
@@ -140,8 +141,10 @@ async def test_a_link_that_is_not_listed_or_nobody_s_is_refused(tmp_path: Path) 
     nobody = f"link:{tmp_path}/none.sock"
     async with linked_pair(tmp_path, move_peers=nobody) as (source, target), Calls() as calls:
         [one] = await calls.open(source.address)
-        for address in (nobody, link_of(target), target.address):
-            await refused_target(calls, one, address)
+        await refused_target(calls, one, nobody, f"{nobody} can't be reached, or does not prove who it is")
+        for address in (link_of(target), target.address):
+            why = f"expected one of this server's --move-peers, got {shown(address)}"
+            await refused_target(calls, one, address, why)
 
 
 async def test_who_comes_by_the_link_needs_the_role_too(tmp_path: Path) -> None:

@@ -129,7 +129,9 @@ async def test_tokens_without_streams_are_not_taken_for_one_with_them(make_serve
             client.prefill([one, two], [plain, plain]),
             client.verify([one, two], np.stack([plain, plain])),
         ):
-            with pytest.raises(ValueError, match=r"expected shape \[tokens, 4, 64\] with a token, got \(4, 64\)"):
+            with pytest.raises(
+                ValueError, match=r"expected shape \[tokens, 4, 64\] of at least one token, got \(4, 64\)"
+            ):
                 await call
         assert (await one.decode(plain)).shape == (STREAMS, HIDDEN)  # of one token
         assert one.progress().position == 1

@@ -55,6 +55,31 @@ def test_a_pending_verify_goes_on_elsewhere_bit_by_bit(
         do(client.disconnect())
 
 
+def test_a_file_of_another_kind_is_told_with_the_call_that_takes_it(driven: Driven, tmp_path: Path) -> None:
+    do = driven.do
+    with served(server_of(GATED_DELTA_NET, tmp_path, "cpu", **HOST)) as address:
+        client = driven.make(address, retry=FAST)
+        sequence = do(client.open())
+        do(sequence.prefill(tokens(3)))
+        whole, snapshot = do(sequence.export()), do(do(sequence.snapshot()).export())
+        for load, content, message in (
+            (
+                client.snapshots.load,
+                whole,
+                "the file is a sequence's, which is loaded with it, in Python by load_sequence",
+            ),
+            (
+                client.load_sequence,
+                snapshot,
+                "the file is a snapshot's, loaded without it, in Python by snapshots.load",
+            ),
+            (client.snapshots.load, b"x" * 100, "expected the file of a snapshot or of a sequence, got something else"),
+        ):
+            with pytest.raises(InvalidRequest, match=message):
+                do(load(content))
+        do(client.disconnect())
+
+
 def test_spans_that_are_uneven_travel(driven: Driven, tmp_path: Path) -> None:
     do, options = driven.do, {"spans": "0:1,1:2", **HOST}
     with served(server_of(HYBRID, tmp_path, "cpu", **options)) as address:

@@ -44,8 +44,11 @@ class Batch:
     output_shape: Shape
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Row], info: ServerInfo, output: Output, span: int) -> Batch:
-        """Check a span's rows and put them together. Raises ValueError or TypeError naming the first that is wrong."""
+    def of_rows(cls, rows: Sequence[Row], info: ServerInfo, output: Output, span: int, name: str = "rows[{}]") -> Batch:
+        """Check a span's rows and put them together. Raises ValueError or TypeError naming the first that is wrong.
+
+        name: what the caller calls the tokens of a row, whose index takes the place of {}.
+        """
         if output not in _OUTPUTS:
             raise ValueError(f"output: expected one of {', '.join(_OUTPUTS)}, got {output!r}")
         columns: Any = tuple(zip(*rows, strict=True)) or ((), (), ())
@@ -53,7 +56,7 @@ class Batch:
         shape = info.input_shape(span)
         start = _usual_start(kinds, hidden, shape, info)
         if start is None:
-            hidden = [row.tokens(f"rows[{index}]", info, span) for index, row in enumerate(rows)]
+            hidden = [row.tokens(name.format(index), info, span) for index, row in enumerate(rows)]
             start = _start(hidden, shape)
         return cls._packed(sequences, bytes(kinds), start, hidden, output, shape, info.output_shape(span))
 

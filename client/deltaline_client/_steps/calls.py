@@ -52,7 +52,7 @@ def decode(
     span = exchange.span
     shape = limits.input_shape(span)
     array = hidden if type(hidden) is np.ndarray else _array_or_list(hidden)
-    _check_count(sequences, array)
+    _check_count(sequences, array, *shape)
     if isinstance(array, np.ndarray) and array.ndim == 1 + len(shape):
         array = as_hidden(array, "hidden", shape, limits.dtype)
         batch = Batch.uniform(sequences, layers.ROW_KIND_DECODE, array, 1, limits.output_shape(span))
@@ -75,7 +75,7 @@ def verify(
     span = exchange.span
     shape = limits.input_shape(span)
     array = hidden if type(hidden) is np.ndarray else _array_or_list(hidden)
-    _check_count(sequences, array)
+    _check_count(sequences, array, "n", *shape)
     if isinstance(array, np.ndarray) and array.ndim == 2 + len(shape):
         array = as_hidden(array, "hidden", shape, limits.dtype)
         tokens = array.shape[1]
@@ -101,13 +101,18 @@ def _rows(
     return [make(sequence, row) for sequence, row in zip(sequences, hidden, strict=True)]
 
 
-def _check_count(sequences: Sequence[SequenceRecord], hidden: Sequence[Any] | Array) -> None:
+def _check_count(sequences: Sequence[SequenceRecord], hidden: Sequence[Any] | Array, *row: object) -> None:
+    """Raise unless there is one row for each sequence, and a sequence. row: the shape that each has in one array."""
     try:
         num_rows = len(hidden)
     except TypeError as error:  # of an array without a dimension, too
         raise TypeError(f"hidden: expected {len(sequences)} rows, one per sequence, got {hidden!r}") from error
     if num_rows != len(sequences):
-        raise ValueError(f"hidden: expected {len(sequences)} rows, one per sequence, got {num_rows}")
+        expected = f"{len(sequences)} rows, one per sequence"
+        if row and isinstance(hidden, np.ndarray):
+            shape = ", ".join(map(str, (len(sequences), *row)))
+            raise ValueError(f"hidden: expected {expected}, [{shape}], got shape {hidden.shape}")
+        raise ValueError(f"hidden: expected {expected}, got {num_rows}")
     if not sequences:
         raise ValueError("sequences: expected at least one")
 
@@ -177,7 +182,7 @@ def _one(row: Row, output: Output, options: StepOptions, waypoints: Waypoints | 
     client = row.sequence._client
     limits = client._info or (yield from info(client))
     exchange = Exchange(client, limits, options)
-    batch = Batch.of_rows([row], limits, output, exchange.span)
+    batch = Batch.of_rows([row], limits, output, exchange.span, "hidden")
     return (yield from _only(exchange.run(batch, waypoints)))
 
 

@@ -42,9 +42,9 @@ def commit(
     By default the count is remembered and rides on the sequence's next step, which costs no round trip. now=True sends
     it; should no answer come, the count stays remembered and the next step repeats it.
 
-    Raises: ValueError when the lengths differ; SequenceBusy, DuplicateSequence, NothingToCommit, AcceptedOutOfRange,
-    StepUnfinished and CommitConflict before anything is changed; with now=True, the error of the first commit that
-    failed (the others are made).
+    Raises: ValueError when the lengths differ; SequenceBusy, DuplicateSequence, NothingToCommit (SequenceClosed where
+    this client closed it), AcceptedOutOfRange, StepUnfinished and CommitConflict before anything is changed; with
+    now=True, the error of the first commit that failed (the others are made).
     """
     if len(sequences) != len(accepted):
         raise ValueError(f"accepted: expected {len(sequences)} counts, one per sequence, got {len(accepted)}")

@@ -56,7 +56,9 @@ class Group:
     @classmethod
     def _made(cls, sequences: tuple[SequenceRecord, ...]) -> Group:
         if len(set(sequences)) < len(sequences):
-            raise DuplicateSequence("a sequence is in the batch twice")
+            first = {sequence: row for row, sequence in reversed(list(enumerate(sequences)))}
+            again = next(row for row, sequence in enumerate(sequences) if first[sequence] != row)
+            raise DuplicateSequence(f"rows {first[sequences[again]]} and {again} are of the same sequence")
         tables: set[SequenceTable] = set(map(_TABLE, sequences))
         if len(tables) > 1:
             raise ValueError("sequences: expected those that one client opened, got sequences of several clients")

@@ -42,6 +42,9 @@ def followed(sequence: SequenceRecord, home: Home, error: DeltalineError) -> Flo
     may_go: bool = yield MayGo(owner)
     if may_go:
         sequence._table.move(sequence._slot, home, Home(owner, error.handle))
+    else:
+        cure = "name it in Client(..., servers=[...])"
+        error.args = (f"the sequence lives at {error.server}, where this client may not go: {cure}",)
     return may_go
 
 
@@ -81,8 +84,9 @@ def move(
     """Have the servers that hold sequences move them to another, each by itself; they may be stepped meanwhile. Returns
     where each lives now, in order: there, or where it had been moved before.
 
-    With their next call they go on there, without having to ask, if this client may follow that address. Sent again by
-    itself, nothing is moved twice.
+    With their next call they go on there, without having to ask: the client may follow the target where its server
+    tells that address as its own, else as `servers` and `tls` of the client have it; without TLS no token follows to
+    another host. Sent again by itself, nothing is moved twice.
 
     Args: target, host:port, one of those that their servers were told; timeout_s, with all retries, default the
     client's.
@@ -90,6 +94,7 @@ def move(
     """
     if not isinstance(target, str):
         raise TypeError(f"target: expected an address, got {type(target).__name__}")
+    client._caller.named.add(target)
     most = (yield from info(client)).max_sequences
     found: dict[SequenceRecord, Moved] = {}
     errors: dict[SequenceRecord, DeltalineError] = {}

@@ -48,7 +48,7 @@ class Row(NamedTuple):
             hidden = hidden[np.newaxis]
         if hidden.ndim != len(shape) + 1 or len(hidden) == 0:
             expected = ", ".join(["tokens", *map(str, shape)])
-            raise ValueError(f"{name}: expected shape [{expected}] with a token, got {hidden.shape}")
+            raise ValueError(f"{name}: expected shape [{expected}] of at least one token, got {hidden.shape}")
         if len(hidden) > 1:
             if self.kind == layer_service_pb2.ROW_KIND_DECODE:
                 expected = ", ".join(["1", *map(str, shape)])

@@ -21,6 +21,7 @@ from deltaline_client._exceptions import (
     CommitConflict,
     DeltalineError,
     NothingToCommit,
+    SequenceClosed,
     StepStale,
     StepUnfinished,
 )
@@ -100,12 +101,15 @@ class Progress:
     def check_commit(self, accepted: int) -> None:
         """Check an accepted count of the pending verify.
 
-        Raises NothingToCommit, AcceptedOutOfRange, StepUnfinished while a step that may carry another count is
-        unfinished, CommitConflict when another count may already have reached the server.
+        Raises NothingToCommit, SequenceClosed where this client closed it, AcceptedOutOfRange, StepUnfinished while a
+        step that may carry another count is unfinished, CommitConflict when another count may already have reached the
+        server.
         """
         if self.unfinished is not None:
             raise StepUnfinished("a step of this sequence has an unknown outcome; resume it before the commit")
         if self.pending_tokens == 0:
+            if self._sequence._is_closed:
+                raise SequenceClosed("the sequence was closed")
             raise NothingToCommit("no verify waits for a commit")
         if not 0 <= accepted <= self.pending_tokens:
             raise AcceptedOutOfRange(f"accepted: expected 0 .. {self.pending_tokens}, got {accepted}")
@@ -133,6 +137,7 @@ class SequenceRecord:
 
     match: PrefixMatch | None = None
     waypoints: tuple[Waypoint, ...] = ()
+    _is_closed = False
 
     def __init__(
         self,

@@ -124,6 +124,8 @@ def close(client: ClientState, sequences: Sequence[SequenceRecord]) -> Flow[list
     """
     client._groups.clear()  # which would keep them
     states = yield from _asked(client, CLOSE, sequences, lambda response: response.state)
+    for one, state in zip(sequences, states, strict=True):
+        one._is_closed = state == layers.SEQUENCE_STATE_CLOSED
     unsure = [state for one, state in zip(sequences, states, strict=True) if not one.server and state == _LOST]
     if unsure:
         why = "another process answered than the one that opened them; if that lives, they stay until their leases end"

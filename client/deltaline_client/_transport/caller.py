@@ -20,14 +20,15 @@ _AFFINITY_BYTES = 16
 
 
 class Caller:
-    """Who a client is: its affinity, drawn here for as long as it lives, and its token, None for none.
+    """Who a client is: its affinity, drawn here for as long as it lives, and its token, None for none. named: servers
+    to which its program has had sequences moved, by that address, so its calls may go there.
 
     All that a client opens carries one affinity, so that a policy that hashes it brings all of it to one server, where
     it can be stepped in one batch.
     """
 
     def __init__(self, token: Token | None = None) -> None:
-        self.token = token
+        self.token, self.named = token, set[str]()
         self._affinity = AFFINITY, secrets.token_hex(_AFFINITY_BYTES)
 
     def headers(self, server: str = "") -> Metadata:

@@ -49,7 +49,7 @@ class Token:
     @staticmethod
     def check(address: str) -> None:
         """Raise ValueError for an address to which no token goes without TLS."""
-        if not _is_on_host(address):
+        if not is_on_host(address):
             raise ValueError(f"token: expected tls beside it for an address that others reach, got {address!r}")
 
     def header(self) -> Header:
@@ -64,7 +64,7 @@ class Token:
         return self._header
 
 
-def _is_on_host(address: str) -> bool:
+def is_on_host(address: str) -> bool:
     """Whether an address, with its port, is one that only this host has."""
     if address.startswith(_LOCAL):
         return True

@@ -33,6 +33,12 @@ _SERVICE_LINK = re.compile(
 class Config(ProcessOptions, TrustOptions, AdapterOptions, BatchOptions, StateOptions, ModelOptions):
     """What the server is started with. Raises ConfigError when made with values that can't be used."""
 
+    def __post_init__(self) -> None:
+        """Check that what may be moved has memory to go by."""
+        super().__post_init__()
+        if self.move_peers is not None and not self.host_state_bytes:
+            raise ConfigError("--move-peers: expected --host-state-bytes above 0 beside it, by which moves go, got 0")
+
     @classmethod
     def parse(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Self:
         """Read the options from arguments, environment and file.

@@ -14,7 +14,7 @@ from deltaline import link, wire
 from deltaline.tls import Tls, channel_of
 from deltaline.v1 import admin_service_pb2, layer_service_pb2, state_service_pb2
 from deltaline_server.config import Config
-from deltaline_server.errors import Code, Reason, RequestError
+from deltaline_server.errors import Code, Reason, RequestError, shown
 from deltaline_server.moving.ways import PAUSE_S, CallError, GrpcWay, LinkWay, Message, Metadata, Way
 from deltaline_server.tables.moved import Owner
 
@@ -25,8 +25,8 @@ _IMPORT = "/deltaline.v1.StateService/ImportState"
 _CLOSE = "/deltaline.v1.LayerService/CloseSequences"
 # What such an answer is about is between the two servers.
 _NOT_LET_IN = (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED)
-_KEPT_OUT = "it does not let this server in"
-_UNREACHED = "it can't be reached, or does not prove who it is"
+_KEPT_OUT = "does not let this server in"
+_UNREACHED = "can't be reached, or does not prove who it is"
 
 # Nobody but this module sends anything again.
 _OPTIONS = (("grpc.enable_retries", 0), ("grpc.service_config_disable_resolution", 1))
@@ -101,14 +101,14 @@ class Peers:
         """A server, which has said who it is. Raises RequestError MOVE_TARGET_REFUSED for one that is not listed, to
         which nothing is sent; does not prove who it is; lets this one not in; or is this one, by its epoch."""
         if address not in self._addresses:
-            raise _target_refused("expected one of the servers that this one may move sequences to")
+            raise _target_refused(f"expected one of this server's --move-peers, got {shown(address)}")
         async with AsyncExitStack() as held:
             way = await self._way(address, held)
             try:
                 answer = await way.call(_INFO, b"", REACH_S)
             except (CallError, TimeoutError) as error:
                 is_let_in = not isinstance(error, CallError) or error.status.code not in _NOT_LET_IN
-                raise _target_refused(_UNREACHED if is_let_in else _KEPT_OUT) from error
+                raise _target_refused(f"{address} {_UNREACHED if is_let_in else _KEPT_OUT}") from error
             info = admin_service_pb2.GetServerInfoResponse.FromString(answer)
             if info.server_epoch == own_epoch:
                 raise _target_refused("it is this server")
@@ -129,7 +129,7 @@ class Peers:
         try:
             await way.connect()
         except (OSError, ValueError) as error:
-            raise _target_refused(_UNREACHED) from error
+            raise _target_refused(f"{address} {_UNREACHED}") from error
         return way
 
     def close(self) -> None:
@@ -167,6 +167,6 @@ def _said(status: status_pb2.Status) -> RequestError:
     if reason is None or reason is Reason.BUG:
         return no_answer(": ".join(filter(None, ("as it should", status.message))))
     if reason.code in _NOT_LET_IN:
-        return _target_refused(_KEPT_OUT)
+        return _target_refused(f"it {_KEPT_OUT}")
     retry_after_s = delay.retry_delay.ToNanoseconds() / 1e9 or None
     return RequestError(reason, f"the target: {status.message}", retry_after_s=retry_after_s)

@@ -187,7 +187,7 @@ def header_length(preamble: bytes, file_bytes: int | None) -> int:
         raise StateFileError(flaw, f"expected a header of at least {PREAMBLE.size} bytes, got {len(preamble)}")
     magic, version, length, total, _ = PREAMBLE.unpack(preamble)
     if magic != MAGIC:
-        raise StateFileError(Flaw.FOREIGN, "expected a stored state, got something else")
+        raise StateFileError(Flaw.FOREIGN, "expected the file of a snapshot or of a sequence, got something else")
     if version != VERSION:
         raise StateFileError(Flaw.VERSION, f"expected version {VERSION}, got {version}")
     if length % PAGE or not PAGE <= length <= min(MAX_HEADER_BYTES, total):

@@ -105,7 +105,7 @@ def test_wrong_arrays_of_drafts_are_named(driven: Any, server: Any) -> None:
         ((2, 5, HIDDEN), "1 .. 4 tokens"),
         ((2, 0, HIDDEN), "1 .. 4 tokens"),
         ((2, 3, HIDDEN + 1), f"width {HIDDEN}"),
-        ((3, 3, HIDDEN), "2 rows"),
+        ((3, HIDDEN), rf"2 rows, one per sequence, \[2, n, {HIDDEN}\], got shape \(3, {HIDDEN}\)"),
         ((2, 1, 3, HIDDEN), "shape"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -118,10 +118,10 @@ def test_wrong_arrays_of_drafts_are_named(driven: Any, server: Any) -> None:
     ("make", "shape", "message"),
     [
         (Row.decode, (2, HIDDEN), "one token in a decode row"),
-        (Row.decode, (1, 1, HIDDEN), "with a token"),
+        (Row.decode, (1, 1, HIDDEN), "at least one token"),
         (Row.decode, (HIDDEN + 1,), f"width {HIDDEN}"),
-        (Row.prefill, (HIDDEN,), "with a token"),
-        (Row.prefill, (0, HIDDEN), "with a token"),
+        (Row.prefill, (HIDDEN,), "at least one token"),
+        (Row.prefill, (0, HIDDEN), "at least one token"),
         (Row.verify, (5, HIDDEN), "at most 4 tokens"),
         (Row.verify, (2, HIDDEN - 1), f"width {HIDDEN}"),
     ],
@@ -174,8 +174,8 @@ def test_what_is_no_array_of_numbers_is_named(driven: Any, server: Any) -> None:
         ),
         (lambda: client.verify(pair, list(float8)), r"^rows\[0\]: expected a dense .* got one of torch\.float8_e4m3fn"),
         (lambda: client.decode(pair, torch.zeros(2, HIDDEN).to_sparse()), r"^hidden: expected a dense tensor"),
-        (lambda: pair[0].prefill(ragged), r"^rows\[0\]: expected an array of numbers, got a list"),
-        (lambda: pair[0].prefill([torch.zeros(HIDDEN, requires_grad=True)]), r"^rows\[0\]: expected an array of num"),
+        (lambda: pair[0].prefill(ragged), r"^hidden: expected an array of numbers, got a list"),
+        (lambda: pair[0].prefill([torch.zeros(HIDDEN, requires_grad=True)]), r"^hidden: expected an array of num"),
         (lambda: client.prefill(pair, None), "^hidden: expected 2 rows, one per sequence, got None"),
         (lambda: client.decode(pair, np.float32(1)), r"^hidden: expected 2 rows, one per sequence, got "),
     ]

@@ -50,16 +50,32 @@ def test_where_the_client_may_not_go_it_tells_where_they_live(
     driven: Any, clients: Callable[..., Any], server: Any, other: Any
 ) -> None:
     do, client = driven.do, clients()
-    server.targets[other.address] = other
+    server.targets["gpu-2:50051"] = other
     sequence = do(client.open())
     handle = sequence.handle
-    [moved] = do(client.move([sequence], other.address))
+    [moved] = do(client.move([sequence], "gpu-2:50051"))  # which its server calls otherwise
     assert (moved.server, moved.server_epoch) == (other.address, 78) and moved.handle in other.streams
     assert (sequence.handle, sequence.server_epoch) == (handle, 77)
-    with pytest.raises(StateElsewhere) as raised:
-        do(sequence.decode(tokens(1)[0]))
-    assert raised.value.handle == moved.handle
-    assert do(client.move([sequence], other.address)) == [moved]  # it had been
+    expected = f"lives at {other.address}, where this client may not go: name it in Client\\(..., servers="
+    calls: list[Callable[[], Any]] = [lambda: sequence.decode(tokens(1)[0]), lambda: client.renew([sequence])]
+    for call in calls:
+        with pytest.raises(StateElsewhere, match=expected) as raised:
+            do(call())
+        assert raised.value.handle == moved.handle
+    assert do(client.move([sequence], "gpu-2:50051")) == [moved]  # it had been
+
+
+@pytest.mark.parametrize("servers", [None, ["127.0.0.1:1"]])
+def test_the_target_that_the_program_named_is_followed(
+    driven: Any, server: Any, other: Any, servers: list[str] | None
+) -> None:
+    do, client = driven.do, driven.make(server.address, servers=servers, channels=2)
+    server.targets[other.address] = other
+    sequence = do(client.open())
+    do(client.move([sequence], other.address))
+    np.testing.assert_array_equal(do(sequence.decode(tokens(1)[0])), tokens(1)[0])
+    assert (sequence.server, sequence.server_epoch) == (other.address, 78)
+    do(client.disconnect())
 
 
 def test_those_that_stay_go_on_and_the_error_tells_them(

@@ -20,6 +20,7 @@ from deltaline_client import (
     NothingToCommit,
     Row,
     RowOutcome,
+    SequenceClosed,
     SequenceExpired,
     SequenceState,
     StepError,
@@ -85,6 +86,9 @@ def test_commits_are_checked_before_they_are_remembered(driven: Any) -> None:
         do(sequence.commit(4))
     with pytest.raises(NothingToCommit):
         do(client.commit([sequence, other], [1, 1]))
+    do(other.close())
+    with pytest.raises(SequenceClosed):
+        do(client.commit([sequence, other], [1, 0]))
     with pytest.raises(ValueError, match="2 counts"):
         do(client.commit([sequence, other], [1]))
     for wrong, error in ((1.5, TypeError), (1 << 80, AcceptedOutOfRange)):
@@ -216,7 +220,11 @@ def test_wrong_arrays_are_named(driven: Any, server: Any) -> None:
     sequence, other = do(client.open_many(2))
     for method, hidden, message in (
         (sequence.prefill, np.zeros((2, 9)), r"width 8, \[\.\.\., 8\], got shape \(2, 9\)"),
-        (sequence.prefill, np.zeros((0, 8)), "with a token"),
+        (
+            sequence.prefill,
+            np.zeros((0, 8)),
+            r"^hidden: expected shape \[tokens, 8\] of at least one token, got \(0, 8\)",
+        ),
         (sequence.prefill, np.float32(1), "width 8"),
         (sequence.decode, np.zeros((2, 8)), r"one token in a decode row, \[1, 8\], got shape \(2, 8\)"),
         (sequence.verify, np.zeros((5, 8)), "at most 4"),

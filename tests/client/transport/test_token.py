@@ -11,7 +11,9 @@ import pytest
 from deltaline.tls import Tls
 from deltaline_client import AsyncClient, Client
 from deltaline_client._transport.caller import Caller
+from deltaline_client._transport.flow import MayGo, Server
 from deltaline_client._transport.token import Token
+from deltaline_client._transport.transport import Transport
 
 SECRET = "s3cret-token"
 
@@ -32,6 +34,18 @@ def test_it_may_go_to_this_host(address: str) -> None:
     token = Token.of(SECRET, None, address, None)
     assert token is not None and token.header() == ("authorization", f"Bearer {SECRET}")
     assert token.header() in Caller(token).metadata()
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"), [("127.0.0.1:2", True), ("10.0.0.1:50051", False), ("link:/run/x.sock", False)]
+)
+def test_it_follows_a_target_of_a_move_on_this_host_alone(target: str, expected: bool) -> None:
+    caller, go = Caller(Token.of(SECRET, None, "127.0.0.1:1", None)), MayGo(Server(1, target))
+    transport = Transport("127.0.0.1:1", caller=caller)
+    assert not transport.session().may_go(go)
+    caller.named.add(target)
+    assert transport.session().may_go(go) is expected
+    transport.close()
 
 
 def test_with_tls_it_may_go_anywhere() -> None:

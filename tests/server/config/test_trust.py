@@ -36,6 +36,7 @@ def test_loopback_needs_neither(host: str) -> None:
             ["--insecure", "--move-peers", "gpu-2:50051", "--move-token-file", __file__],
             "--move-peers: expected --tls-cert and --tls-key for gpu-2:50051",
         ),
+        (["--move-peers", "127.0.0.1:50052"], "--move-peers: expected --host-state-bytes above 0 beside it"),
     ],
 )
 def test_half_of_it_is_refused(flags: list[str], message: str) -> None:
@@ -51,10 +52,11 @@ def test_what_is_no_host_and_port_is_no_peer(names: str) -> None:
 
 @pytest.mark.parametrize("flags", [TLS, ["--insecure"]], ids=str)
 def test_peers_are_hosts_and_ports_with_commas_between(flags: list[str]) -> None:
-    peers = Config.parse([*BASE, *flags, "--move-peers", "gpu-2:1, 10.0.0.3:50051,[fd00::1]:2"], {}).peers
+    base = [*BASE, "--host-state-bytes", "1MiB"]
+    peers = Config.parse([*base, *flags, "--move-peers", "gpu-2:1, 10.0.0.3:50051,[fd00::1]:2"], {}).peers
     assert peers == ["gpu-2:1", "10.0.0.3:50051", "[fd00::1]:2"]
     assert Config.parse(BASE, {}).peers == []
-    assert Config.parse([*BASE, "--move-peers", "127.0.0.1:1,[::1]:2", "--move-token-file", __file__], {}).peers
+    assert Config.parse([*base, "--move-peers", "127.0.0.1:1,[::1]:2", "--move-token-file", __file__], {}).peers
 
 
 def test_what_the_command_reads_is_no_unknown_variable() -> None:

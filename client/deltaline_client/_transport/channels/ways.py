@@ -1,9 +1,9 @@
 """A client's ways to servers by gRPC: at the address that it was given, and at those of servers that it follows.
 
 A server tells its name, an address, when it opens something, and calls about that go there, if the client may: without
-TLS to the addresses that it was given for that, with TLS wherever the certificate is one for that host by the same
-authorities, which gRPC sees to. Where that can't be reached calls go to the address that the client was given, whose
-owner may route them by the name that they carry; and where this fails, back.
+TLS to the addresses that it was given for that, or as targets of moves, with TLS wherever the certificate is one for
+that host by the same authorities, which gRPC sees to. Where that can't be reached calls go to the address that the
+client was given, whose owner may route them by the name that they carry; and where this fails, back.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from deltaline.tls import Tls, channel_of
 from deltaline_client._exceptions import Disconnected
 from deltaline_client._transport.caller import Caller
 from deltaline_client._transport.channels.channel import Options, bind, bind_stream
+from deltaline_client._transport.token import is_on_host
 
 _log = logging.getLogger(__name__)
 
@@ -141,12 +142,20 @@ class Ways(Generic[S]):
         return server == self._address or self._may_follow(server)
 
     def _may_follow(self, server: str) -> bool:
-        """Whether calls may go to a server's own address, and that is another than the client was given."""
+        """Whether calls may go to a server's own address, and that is another than the client was given.
+
+        A token goes to one that a move named as to those that were given: without TLS on this host alone.
+        """
         if server in ("", self._address):
             return False
-        if self._servers is not None:
-            return server in self._servers
-        return self._tls is not None and is_host_and_port(server)
+        if self._servers is not None and server in self._servers:
+            return True
+        is_named = server in self.caller.named
+        if self._tls is None:
+            is_named = is_named and (self.caller.token is None or is_on_host(server))
+        elif self._servers is None:
+            return is_host_and_port(server)
+        return is_named and is_host_and_port(server)
 
     def _way(self, server: str, is_direct: bool) -> Way[S]:
         """A way, made once. The caller has the lock. Raises Disconnected."""

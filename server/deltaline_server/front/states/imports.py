@@ -74,7 +74,9 @@ class Imports:
                 owner = self._owner(asked, stored.header)
                 exchange.check_adapter(stored.header, owner)
                 if stored.header.is_sequence != asked.sequence:
-                    message = "sequence: must be set for the state of a sequence, and not for that of a snapshot"
+                    message = "sequence: the file is a sequence's, which is loaded with it, in Python by load_sequence"
+                    if asked.sequence:
+                        message = "sequence: the file is a snapshot's, loaded without it, in Python by snapshots.load"
                     raise RequestError(Reason.INVALID_REQUEST, message, field="sequence")
                 take = self._sequence if asked.sequence else self._snapshot
                 return await take(exchange, _Import(asked, arriving, stored, owner, lease_s))

@@ -38,7 +38,7 @@ class Passage:
     def existing_exchange(self) -> Exchange:
         """What states go by. Raises RequestError HOST_TIER_OFF where there is none."""
         if self.exchange is None:
-            message = "this server keeps no states in host memory, by way of which they go: it needs --host-state-bytes"
+            message = "moving, saving and loading states need a server that is started with --host-state-bytes"
             raise RequestError(Reason.HOST_TIER_OFF, message)
         return self.exchange
 
