@@ -13,7 +13,7 @@ from deltaline_cli.text import plural
 from deltaline_client import Client, DeadlineExceeded, MoveTargetRefused, Stopping, Tls, Unavailable
 
 POLL_S = 0.2
-# A server that could not be reached for so long is gone; one that does not answer for so long is asked again.
+# A server whose connection is refused or broken for so long is gone; one that does not answer then is asked again.
 GONE_S = 2.0
 # A server asks the one that is to take sequences, and waits ten seconds for its answer.
 TARGET_S = 15.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -60,6 +61,15 @@ def test_with_wait_it_tells_what_is_left_until_the_server_is_gone(
         "1 sequence open",
         f"{server.address} has stopped; when it last answered, 1 sequence open",
     ]
+
+
+def test_a_server_that_does_not_answer_in_time_is_asked_again(
+    server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drain, "POLL_S", 0.0)
+    server.before_loads += [lambda: time.sleep(2 * drain.GONE_S), lambda: setattr(server.load, "draining", False)]
+    assert main(["drain", server.address, "--wait"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{server.address} has stopped"
 
 
 @pytest.mark.parametrize("ends", ["stopping", "another process"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from e2e.conftest import server_of
 from e2e.test_state_files import HOST, folder_of
@@ -158,9 +159,15 @@ async def test_a_lease_is_not_made_longer_of_what_is_leaving(tmp_path: Path, mon
         moving = asyncio.create_task(calls.move([one], target.address))
         await until(lambda: held.num_leaving)
         layer, asked = calls.layer(source.address), {"server_epoch": other.epoch, "lease_ms": 90_000}
-        renewing = asyncio.ensure_future(layer.RenewLeases(pb.RenewLeasesRequest(sequence=[one.handle], **asked)))
-        await layer.RenewLeases(pb.RenewLeasesRequest(sequence=[other.handle], **asked))  # it waits for nobody else's
-        assert not renewing.done()
+        both = pb.RenewLeasesRequest(sequence=[one.handle, other.handle], **asked)
+        renewing = asyncio.ensure_future(layer.RenewLeases(both))
+
+        def lease_s(handle: int) -> float:
+            [told] = source.runtime.table.describe(one.epoch, np.array([handle], dtype=np.uint64))
+            return told.lease_remaining_s
+
+        await until(lambda: lease_s(other.handle) > 60)  # it waits for nobody else
+        assert lease_s(one.handle) < 60 and not renewing.done()
         held.go.set()
         assert not reasons(await moving)
         [moved] = (await renewing).moved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,9 @@ async def test_an_answer_that_is_lost_behind_pages_is_asked_for_by_the_rest_alon
         await one.step(DECODE)
 
 
+@pytest.mark.parametrize("made", [paged, pair])
 async def test_an_answer_that_is_lost_of_what_is_over_there_lets_nothing_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[..., Any]
 ) -> None:
     """As where its lease has run out before it was asked for again: the kept answer would tell of nothing."""
     opens, opened = Peer.open, list[Owner]()
@@ -132,7 +134,7 @@ async def test_an_answer_that_is_lost_of_what_is_over_there_lets_nothing_go(
         )
         raise RequestError(Reason.MOVE_FAILED, "injected")
 
-    async with paged(tmp_path) as (source, target), Calls() as calls:
+    async with made(tmp_path) as (source, target), Calls() as calls:
         [one] = await calls.open(source.address)
         await one.step(PREFILL, 100)
         with monkeypatch.context() as patch:

@@ -185,7 +185,10 @@ class LayerService:
         handles = requests.read_handles(message.sequence, self._served, reply_bytes.STATE_BYTES)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
         self.guesses.check(context.peer(), current_principal())
-        await self._passage.until_none_leaves(handles, current_principal())
+        leaving = self._passage.is_leaving(handles, current_principal())
+        if leaving.any():  # the others may not wait with them: their leases run on
+            self._table.renew(epoch, handles[~leaving], lease_s, current_principal())
+            await self._passage.until_none_leaves(handles[leaving], current_principal())
         states = self._table.renew(epoch, handles, lease_s, current_principal())
         self.guesses.add(context.peer(), current_principal(), states.count(SequenceState.UNKNOWN))
         return replies.renew_response(states, self._table.owners(epoch, handles, states, current_principal()))
@@ -370,9 +373,8 @@ class LayerService:
 
 def _refusal(error: Exception) -> Refusal:
     """What a step is refused with that raised this, whose frames hold nothing of it any more."""
-    refusal = error.refusal if isinstance(error, RequestError) else bug(error)
     empty_frames(error)
-    return refusal
+    return error.refusal if isinstance(error, RequestError) else bug(error)
 
 
 def _empty_reader(reader: asyncio.Task[None]) -> None:

@@ -32,6 +32,11 @@ from deltaline_server.tables.sequences import SequenceTable
 AT_ONCE = 2
 # The target is asked again, with the same request id, where its answer is lost.
 TRIES = 2
+# Why: no answer came, or what was opened there is over by now, as nobody has renewed its lease.
+LOST = (
+    *(Reason.MOVE_FAILED, Reason.UPLOAD_TIMEOUT),
+    *(Reason.SEQUENCE_EXPIRED, Reason.SEQUENCE_CLOSED, Reason.SEQUENCE_UNKNOWN),
+)
 
 _log = logging.getLogger(__name__)
 
@@ -146,8 +151,7 @@ class Mover:
             except StaysHere:
                 raise
             except RequestError as error:
-                # Or what was opened there is over: nobody has renewed its lease.
-                is_lost = error.refusal.reason in (Reason.MOVE_FAILED, Reason.UPLOAD_TIMEOUT, Reason.SEQUENCE_EXPIRED)
+                is_lost = error.refusal.reason in LOST
                 if not is_lost and not only_asks:
                     raise
                 lost = error

@@ -121,8 +121,11 @@ class Entered:
         away. Where these have no room its answer is not kept back, but its connection counts there for so long.
         """
         self._held_until_s = asyncio.get_running_loop().time() + seconds
-        if code in _NOT_LET_IN or self._calls is not self._gate.calls:
-            away, client = self._gate.turned_away, self._client
+        away, client = self._gate.turned_away, self._client
+        is_probe = (
+            self._calls is not self._gate.calls
+        )  # which keeps its place where there is no room: none stops its next
+        if code in _NOT_LET_IN or (is_probe and away.has_room(client)):
             self._calls.give_back(client, 1)
             if not away.has_room(client):
                 seconds = 0.0

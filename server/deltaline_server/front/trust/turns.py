@@ -9,6 +9,9 @@ CALL_S = 0.5e-3
 # How long a principal counts that has called: as long as a front end takes to hand on what a flood gave it at a time,
 # before which nobody else's next call comes through.
 ACTIVE_S = 0.25
+# The longest that a call waits which anybody may make: else strangers would have probes wait until their time is over,
+# also by calls that they give up.
+OPEN_S = 0.5
 
 
 class Turns:
@@ -36,4 +39,6 @@ class Turns:
         # Of calls that began to wait beside others none is overtaken.
         turn_s = max(now_s, self._turn_s.get(principal, now_s))
         self._turn_s[principal] = turn_s + (CALL_S * (num_others + 1) if num_others else 0.0)
+        if principal is None:
+            self._turn_s[None] = min(self._turn_s[None], now_s + OPEN_S)
         return turn_s - now_s

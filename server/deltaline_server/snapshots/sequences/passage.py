@@ -86,6 +86,10 @@ class Passage:
                 del self._leaving[key]
             wholes.forget(id)
 
+    def is_leaving(self, handles: NDArray[np.uint64], principal: Principal) -> NDArray[np.bool_]:
+        """Which of a principal's sequences are leaving, bool [N]."""
+        return np.array([(principal.number, handle) in self._leaving for handle in handles.tolist()], dtype=bool)
+
     async def until_none_leaves(self, handles: NDArray[np.uint64], principal: Principal) -> None:
         """Wait until none of a principal's sequences is leaving: its commits would be left behind, and a longer
         lease."""

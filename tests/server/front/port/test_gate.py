@@ -77,6 +77,19 @@ async def test_a_refused_probe_has_no_place_either(method: str) -> None:
     waiting.cancel()
 
 
+async def test_a_refused_probe_keeps_its_place_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answered at once it would be a way to go on at once."""
+    monkeypatch.setattr(gate, "MAX_TURNED_AWAY", 2)
+    made = Gate()
+    waiting = [asyncio.create_task(held(made, 3600, Code.INVALID_ARGUMENT, method=gate.WATCH)) for _ in range(5)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert made.turned_away.used + made.watches.used == 5 and made.watches.used >= 3
+    assert not any(one.done() for one in waiting)
+    for one in waiting:
+        one.cancel()
+
+
 async def test_where_many_were_not_let_in_others_are_told_so_at_once_and_their_connections_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

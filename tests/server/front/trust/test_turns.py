@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltaline_server.front.trust.turns import ACTIVE_S, CALL_S, Turns
+from deltaline_server.front.trust.turns import ACTIVE_S, CALL_S, OPEN_S, Turns
 
 
 class Rig:
@@ -35,6 +35,12 @@ def test_calls_that_anybody_may_make_have_turns_and_let_nobody_wait() -> None:
     assert rig.waits_s(1000, principal=1) == [0.0] * 1000
     assert rig.waits_s(3, principal=None) == pytest.approx([0.0, 2 * CALL_S, 4 * CALL_S])
     assert rig.waits_s(1000, principal=1) == [0.0] * 1000
+
+
+def test_no_call_that_anybody_may_make_waits_for_long() -> None:
+    rig = Rig()
+    rig.waits_s(1, principal=1)
+    assert max(rig.waits_s(10_000, principal=None)) == pytest.approx(OPEN_S)
 
 
 def test_one_call_at_a_time_waits_for_nothing_beside_a_flood() -> None:
