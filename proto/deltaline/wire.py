@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import DTypeLike, NDArray
 
 from deltaline.v1 import tensor_pb2
@@ -184,3 +185,15 @@ def varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
+
+
+def read_varint(body: bytes, at: int) -> tuple[int, int]:
+    """Read a varint of any length that protobuf takes: its value, and where it ends. Raises IndexError, DecodeError."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise DecodeError("a number of more than 10 bytes")

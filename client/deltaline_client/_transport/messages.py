@@ -154,7 +154,7 @@ def _usual_fields(body: bytes, begin: int, end: int) -> tuple[list[bytes], tuple
             return None
         size, at = body[at + 1], at + 2
         if size > 0x7F:
-            size, at = (size & 0x7F | body[at] << 7, at + 1) if body[at] < 0x80 else _varint(body, at - 1)
+            size, at = (size & 0x7F | body[at] << 7, at + 1) if body[at] < 0x80 else wire.read_varint(body, at - 1)
     except (IndexError, DecodeError):
         return None
     return (columns, (at, at + size), body[at + size : end]) if at + size <= end else None
@@ -231,7 +231,7 @@ def _scan(body: bytes, begin: int, end: int, numbers: tuple[int, ...]) -> tuple[
             tag = body[at]
             at += 1
             if tag > 0x7F:
-                tag, at = _varint(body, field)
+                tag, at = wire.read_varint(body, field)
             kind = tag & 7
             if tag >> 3 in numbers and (kind != _LENGTH_DELIMITED or tag >> 3 in found):
                 raise DecodeError("a field comes twice, or is of another kind")
@@ -243,7 +243,9 @@ def _scan(body: bytes, begin: int, end: int, numbers: tuple[int, ...]) -> tuple[
             value = body[at]
             at += 1
             if value > 0x7F:
-                value, at = (value & 0x7F | body[at] << 7, at + 1) if body[at] < 0x80 else _varint(body, at - 1)
+                value, at = (
+                    (value & 0x7F | body[at] << 7, at + 1) if body[at] < 0x80 else wire.read_varint(body, at - 1)
+                )
             if kind == _LENGTH_DELIMITED:
                 at += value
                 if tag >> 3 in numbers:
@@ -256,15 +258,3 @@ def _scan(body: bytes, begin: int, end: int, numbers: tuple[int, ...]) -> tuple[
     if at > end:
         raise DecodeError("the message is cut off")
     return found, b"".join([*rest, body[kept_from:end]])
-
-
-def _varint(body: bytes, at: int) -> tuple[int, int]:
-    """Read a varint: its value, and where it ends. Raises IndexError, DecodeError."""
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = body[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise DecodeError("a number without an end")

@@ -12,6 +12,8 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
+from deltaline import wire
+
 # Where a field's content begins and ends in the message.
 Extent = tuple[int, int]
 
@@ -126,12 +128,12 @@ def bytes_beside(body: bytes, inside: Mapping[int, Any], most_fields: int) -> in
             tag = body[at]
             at += 1
             if tag >= 0x80:
-                tag, at = _read_varint(body, at - 1)
+                tag, at = wire.read_varint(body, at - 1)
             wire_type = tag & 7
             if tag < 8:
                 raise DecodeError("a field of number 0")
             if wire_type == VARINT:
-                _, at = _read_varint(body, at)
+                _, at = wire.read_varint(body, at)
             elif wire_type == FIXED64:
                 at += 8
             elif wire_type == FIXED32:
@@ -145,7 +147,7 @@ def bytes_beside(body: bytes, inside: Mapping[int, Any], most_fields: int) -> in
                 length = body[at]
                 at += 1
                 if length >= 0x80:
-                    length, at = _read_varint(body, at - 1)
+                    length, at = wire.read_varint(body, at - 1)
                 content = inside.get(tag, b"")
                 if content and at + length <= end:
                     around.append((end, inside))
@@ -160,15 +162,3 @@ def bytes_beside(body: bytes, inside: Mapping[int, Any], most_fields: int) -> in
     except IndexError as error:
         raise DecodeError("the message ends within a field") from error
     return None
-
-
-def _read_varint(body: bytes, at: int) -> tuple[int, int]:
-    """A varint of any length that protobuf may take, and where it ends."""
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = body[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise DecodeError("a varint of more than 10 bytes")

@@ -88,6 +88,8 @@ class Passage:
 
     def is_leaving(self, handles: NDArray[np.uint64], principal: Principal) -> NDArray[np.bool_]:
         """Which of a principal's sequences are leaving, bool [N]."""
+        if not self._leaving:
+            return np.zeros(len(handles), dtype=bool)
         return np.array([(principal.number, handle) in self._leaving for handle in handles.tolist()], dtype=bool)
 
     async def until_none_leaves(self, handles: NDArray[np.uint64], principal: Principal) -> None:
