@@ -118,13 +118,12 @@ class Entered:
         would be a way to go on at once. code: of the refusal.
 
         Who is not let in, or needs not be known, takes no place from others so: the call counts among those turned
-        away. Where these have no room its answer is not kept back, but its connection counts there for so long.
+        away. Where these have no room its answer is not kept back, but its connection counts there for so long; a
+        probe keeps its own place then, as nothing would stop the next one.
         """
         self._held_until_s = asyncio.get_running_loop().time() + seconds
         away, client = self._gate.turned_away, self._client
-        is_probe = (
-            self._calls is not self._gate.calls
-        )  # which keeps its place where there is no room: none stops its next
+        is_probe = self._calls is not self._gate.calls
         if code in _NOT_LET_IN or (is_probe and away.has_room(client)):
             self._calls.give_back(client, 1)
             if not away.has_room(client):
