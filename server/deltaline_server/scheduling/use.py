@@ -58,7 +58,8 @@ class Use:
 
 
 def _prefill_tokens(request: StepRequest, rows: NDArray[np.int64]) -> int:
+    """Those that a request has computed: of all its rows if any is new, as the others are padding beside it."""
     form = request.form
-    if not form.num_of_kind[RowKind.PREFILL]:
+    if not (len(rows) and form.num_of_kind[RowKind.PREFILL]):
         return 0
-    return int(form.lengths[rows][form.kind[rows] == RowKind.PREFILL].sum())
+    return int(form.lengths[form.kind == RowKind.PREFILL].sum())

@@ -185,7 +185,6 @@ class KeptReplies:
         replies, those are given up: whoever sends the next step, with none in flight, has had the one before. Raises
         RequestError REPLY_BYTES_EXHAUSTED; then nothing is set aside or given up.
         """
-        self.earlier.give_up(self.used_bytes + num_bytes + self.earlier.used_bytes - self.limit_bytes)
         if self.used_bytes + num_bytes > self.limit_bytes:
             free = self.limit_bytes - self.used_bytes + self.num_bytes(span, slots)
             if num_bytes > free:
@@ -195,6 +194,7 @@ class KeptReplies:
                     retry_after_s=0.05,
                 )
             self._forget(span, slots)
+        self.earlier.give_up(self.used_bytes + num_bytes + self.earlier.used_bytes - self.limit_bytes)
         self.used_bytes += num_bytes
 
     def num_bytes(self, span: int | slice, slots: NDArray[np.int64] | NDArray[np.bool_]) -> int:

@@ -13,7 +13,7 @@ from rigs.scheduler_rig import DECODE, PREFILL, Rig, refuses, turns
 from deltaline_server.errors import Reason, Refusal
 from deltaline_server.memory.regions import Regions
 from deltaline_server.principal import ANONYMOUS, Principal, Quotas
-from deltaline_server.step import StepResult
+from deltaline_server.step import RowOutcome, StepRequest, StepResult
 
 OTHER = Principal(2, "other one")
 
@@ -123,6 +123,21 @@ async def test_a_replay_takes_no_quota() -> None:
     rig.scheduler.settle()
     again = await rig.submit(request)
     assert again.outcome.tolist() == [2] and again.hidden.tolist() == first.hidden.tolist()
+
+
+async def test_a_refused_prefill_that_is_padding_beside_a_decode_counts() -> None:
+    """It is computed like any other."""
+    rig, principal = Rig(slots=4), held(prefill_tokens_per_s=10)
+    decoded, refused = rig.table.open(2, principal=principal).handles.tolist()
+
+    def request(step: int) -> StepRequest:
+        rows = (decoded, DECODE, step, step - 1, -1, [1.0]), (refused, PREFILL, 9, 0, -1, [1.0] * 20)
+        return rig.request(*rows, principal=principal)
+
+    result = await rig.submit(request(1))
+    rig.scheduler.settle()
+    assert result.outcome.tolist() == [RowOutcome.EXECUTED, RowOutcome.REFUSED]
+    assert numbers(exceeded(lambda: rig.submit(request(2)))) == ("prefill_tokens_per_s", 10, 20, 20)
 
 
 async def test_regions_are_counted_until_they_are_unmapped() -> None:

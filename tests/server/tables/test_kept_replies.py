@@ -43,6 +43,17 @@ async def test_a_reply_that_its_client_may_lack_is_not_given_up() -> None:
     assert outputs(await second) == [5]
 
 
+async def test_a_step_whose_reply_can_not_be_kept_takes_nobodys() -> None:
+    rig = Rig(reply_bytes=1000)
+    a, b = rig.open(2)
+    for step in range(1, 5):
+        await rig.step((a, PREFILL, step, 3 * (step - 1), -1, [1.0] * 3))
+    with refuses(Reason.REPLY_BYTES_EXHAUSTED):
+        rig.submit(rig.request((b, PREFILL, 1, 0, -1, [1.0] * 200)))
+    again = await rig.step((a, PREFILL, 2, 3, -1, [1.0] * 3))
+    assert again.outcome.tolist() == [RowOutcome.REPLAYED]
+
+
 async def test_a_step_that_is_refused_while_it_waits_gives_its_bytes_back() -> None:
     rig = Rig(eager=False, reply_bytes=5 * 16)  # five replies to a decode
     a, b = rig.open(2)

@@ -59,8 +59,6 @@ class Capture:
         for line in np.flatnonzero((others == 0) & (reader >= 0)).tolist():
             slot = int(reader[line])
             old_line = int(table.write_line[slot])
-            if (table.read_line[:, slot] == old_line).any():
-                continue  # it was given back another
             table.lines.thaw(line)
             table.write_line[slot] = line
             table.num_frozen_reads -= int((table.read_line[:, slot] == line).sum())
@@ -69,8 +67,11 @@ class Capture:
             table.lines.release([old_line])
 
     def _idle_readers(self, busy: Slots) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of each line, int64 [lines]: how many hold it beside the one slot that reads it and has written nothing
-        since; and that slot, -1 where there is none such, or several."""
+        """Of each line, int64 [lines]: how many hold it beside the one slot that reads it, has written nothing since
+        and can be given it back; and that slot, -1 where there is none such, or several.
+
+        A slot writes one line, so of several that it reads it can be given one back: the one that fewest others hold.
+        """
         table = self._table
         read_line, others = table.read_line, table.lines.references()
         is_own = read_line == table.write_line
@@ -82,8 +83,13 @@ class Capture:
         is_idle = np.append(~is_own.any(axis=0), False)
         is_idle[busy] = False
         reader = np.where((first == last) & is_idle[first], last, -1)
-        counts = np.bincount(lines, minlength=len(others))
-        return others - np.where(reader >= 0, counts, 0), reader
+        beside = others - np.bincount(lines, minlength=len(others))
+        idle = np.flatnonzero(reader >= 0)
+        idle = idle[np.argsort(beside[idle], kind="stable")]
+        own = idle[np.unique(reader[idle], return_index=True)[1]]
+        only = np.full_like(reader, -1)
+        others[own], only[own] = beside[own], reader[own]
+        return others, only
 
     def progress(self, slots: Slots) -> list[CommittedProgress]:
         """How far slots are. Raises RequestError VERIFY_PENDING or SPANS_UNEVEN where a state would mean nothing."""

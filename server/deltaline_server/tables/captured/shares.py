@@ -38,6 +38,12 @@ class Shares:
         if is_pinned or num_under_way:
             self._check_lines(count, principal, num_under_way)
 
+    def check_create(self, slots: Slots, principal: Principal, is_pinned: bool) -> None:
+        """Both of `check_quota` and `check_pinned`, and of the lines that slots may keep without their snapshots."""
+        self.check(len(slots), principal, is_pinned)
+        if not is_pinned:
+            self._check_lines(self._waiting.num_more_of_create(slots), principal)
+
     def check_fork(self, slots: Slots, principal: Principal) -> None:
         """The same of the lines that a fork of slots keeps until its children step."""
         self._check_lines(self._waiting.num_more_of_fork(slots), principal)

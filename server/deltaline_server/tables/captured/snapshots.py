@@ -100,7 +100,7 @@ class SnapshotTable:
         """
         lease_s = self._table.checked_lease(lease_s)
         named = [PrefixKeys.one(key, at.position) for key, at in zip(keys or [b""] * len(slots), progress, strict=True)]
-        self.shares.check(len(slots), principal, is_pinned)
+        self.shares.check_create(slots, principal, is_pinned)
         self.device.make_room(self._capture.needs(slots, progress), slots, len(slots))
         ids = []
         for slot, state, its in zip(slots.tolist(), self._capture.capture(slots, progress), named, strict=True):

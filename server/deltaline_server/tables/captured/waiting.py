@@ -1,6 +1,7 @@
 """Frozen lines that sequences have yet to step on from, as far as they alone keep them from others.
 
-A line that one sequence waits on is given back to it to write (Capture.thaw); two or more keep it until they step.
+A line that one sequence waits on is given back to it to write (Capture.thaw), unless it has stepped on another span;
+two or more keep it until they step. So where there are several spans one sequence is as good as two.
 """
 
 from __future__ import annotations
@@ -22,20 +23,25 @@ class Waiting:
 
     def __init__(self, table: SequenceTable, room: Room) -> None:
         self._table, self._room = table, room
+        self._keepers = 2 if table.ledger.num_spans == 1 else 1
 
     def num_lines(self, owner: int | None = None) -> int:
-        """Lines that two or more sequences of an owner (of anybody) wait on, and no pinned snapshot or state under way
-        holds beside them."""
+        """Lines that so many sequences of an owner (of anybody) wait on that they keep them, and no pinned snapshot or
+        state under way holds beside them."""
         table = self._table
         reads = np.bincount(self._reads(None)[0], minlength=table.lines.num_lines + 1)
         is_theirs = table.lines.references() == reads + self._room.line_holders()
-        return int(np.count_nonzero((self._num_waiting(owner) > 1) & is_theirs))
+        return int(np.count_nonzero((self._num_waiting(owner) >= self._keepers) & is_theirs))
+
+    def num_more_of_create(self, slots: Slots) -> int:
+        """Lines that are kept once snapshots of slots are there, and then gone, and are not now."""
+        return self.num_more_of_fork(slots) if self._keepers == 1 else 0
 
     def num_more_of_fork(self, slots: Slots) -> int:
-        """Lines that are waited on by two or more once slots are forked, and are not now."""
+        """Lines that are kept once slots are forked, and are not now."""
         table = self._table
         lines = np.unique(table.read_line[:, slots])  # the parent waits as well
-        return int(np.count_nonzero(self._num_waiting(None)[lines[lines != NULL_LINE]] < 2))
+        return int(np.count_nonzero(self._num_waiting(None)[lines[lines != NULL_LINE]] < self._keepers))
 
     def num_more_of_restore(self, states: Iterable[CapturedState]) -> int:
         """The same once a sequence begins from each of these states, which may repeat."""
@@ -44,7 +50,7 @@ class Waiting:
         for state in states:
             after[np.unique(state.read_line)] += 1
         after[NULL_LINE] = 0
-        return int(np.count_nonzero((before < 2) & (after > 1)))
+        return int(np.count_nonzero((before < self._keepers) & (after >= self._keepers)))
 
     def _num_waiting(self, owner: int | None) -> NDArray[np.int64]:
         """How many sequences of an owner wait on each line, int64 [lines + 1]."""

@@ -5,19 +5,22 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from rigs.num_calls import num_calls
-from rigs.scheduler_rig import DECODE, PREFILL, Rig, reason
+from rigs.scheduler_rig import DECODE, PREFILL, VERIFY, Rig, checksum, outputs, reason
 from rigs.seeds import seeds
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import ANONYMOUS
+from deltaline_server.step import RowKind
 from deltaline_server.tables.captured.capture import NO_SLOTS, Needs
 from deltaline_server.tables.captured.state import CapturedState
 
 PAGE = 4
+NONE = np.array([0], dtype=np.int32)
 
 
 class World:
@@ -140,3 +143,65 @@ async def test_decodes_find_no_room_to_make() -> None:
     rig.pages.make_room = lambda num_pages: pytest.fail("asked")
     (handle,) = rig.open()
     assert reason(await rig.step((handle, DECODE, 1, 0, -1, [1.0]))) is None
+
+
+class UnevenWorld:
+    """Sequences of two spans, of which one steps without the other and stays where it was: drafts of which none is
+    accepted. So a sequence may wait on a line with each span."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.rig = Rig(slots=6, spans=2, snapshot_lines=4, pages=120, page_size=PAGE, paged_spans=(0, 1))
+        self.tokens: dict[int, list[float]] = {}
+        self.steps: dict[tuple[int, int], int] = {}
+
+    async def step(self, handle: int, kind: RowKind, tokens: list[float], spans: Iterable[int] = (0, 1)) -> None:
+        known = self.tokens[handle]
+        for span in spans:
+            step = self.steps[span, handle] = self.steps.get((span, handle), 0) + 1
+            result = await self.rig.step((handle, kind, step, len(known), -1, tokens), span=span)
+            ends = range(len(known) + 1, len(known) + len(tokens) + 1)
+            assert outputs(result) == [checksum([*known, *tokens][:end]) for end in ends]
+            if kind is VERIFY:
+                self.rig.table.commit(
+                    self.rig.table.server_epoch, span, np.array([handle], dtype=np.uint64), np.array([step]), NONE
+                )
+
+    async def act(self) -> None:
+        rig, draw, handles = self.rig, self.draw, list(self.tokens)
+        held = [one.id for one in rig.states.describe(ANONYMOUS)[0]]
+        action = draw.choice("oppvvvssrc")
+        if action == "o" and len(handles) < 6:
+            self.tokens[rig.open()[0]] = []
+        elif action == "p" and handles:
+            handle, tokens = draw.choice(handles), [float(draw.randint(1, 9)) for _ in range(draw.choice([1, 5]))]
+            await self.step(handle, PREFILL, tokens)
+            self.tokens[handle] += tokens
+        elif action == "v" and handles:
+            await self.step(draw.choice(handles), VERIFY, [7.0, 8.0], draw.choice([(0,), (1,)]))
+        elif action == "s" and handles:
+            with suppress(RequestError):
+                await rig.snapshot(*draw.sample(handles, draw.randint(1, min(3, len(handles)))))
+        elif action == "r" and held:
+            rig.states.release([draw.choice(held)], ANONYMOUS)
+        elif action == "c" and handles:
+            rig.close(handle := draw.choice(handles))
+            del self.tokens[handle]
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+async def test_room_that_was_made_is_there_and_nobody_reads_anothers_state(seed: int) -> None:
+    world = UnevenWorld(seed)
+    rig, num_two, num_made = world.rig, 0, 0
+    for _ in range(400):
+        await world.act()
+        rig.states.check_integrity()
+        is_read = (rig.table.read_line != 0) & (rig.table.read_line != rig.table.write_line)
+        num_two += int((is_read.all(axis=0) & (rig.table.read_line[0] != rig.table.read_line[1])).sum())
+        if world.draw.random() < 0.1:
+            lines = world.draw.randint(1, 3)
+            with suppress(RequestError):
+                rig.snapshots.device.make_room(Needs(lines))
+                assert rig.lines.num_freezable >= lines
+                num_made += 1
+    assert num_two > 5 and num_made > 5
