@@ -12,7 +12,9 @@ from rigs.kernels.paths import Path
 
 from deltaline_kernels.compat import (
     chunk_gated_delta_rule,
+    chunk_kda,
     fused_recurrent_gated_delta_rule,
+    fused_recurrent_kda,
     fused_sigmoid_gating_delta_rule_update,
 )
 
@@ -48,7 +50,7 @@ WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (CHUNK, TypeError, "output_final_state: expected True or False, got Tensor", {"output_final_state": ints(0)}),
     (ROW, TypeError, "output_final_state: expected True or False, got 1", {"output_final_state": 1}),
     (ROW, TypeError, "inplace_final_state: expected True or False, got Tensor", {"inplace_final_state": ints(1)}),
-    (CHUNK, TypeError, "state_v_first: expected True or False, got None", {"state_v_first": None}),
+    (CHUNK, TypeError, "state_v_first: expected True or False, got 1", {"state_v_first": 1}),
     (CHUNK, TypeError, "transpose_state_layout: expected True or False, got 1", {"transpose_state_layout": 1}),
     (CHUNK, TypeError, "use_gate_in_kernel: expected True or False, got None", {"use_gate_in_kernel": None}),
     (ROW, TypeError, "A_log: expected a tensor", {"use_gate_in_kernel": True}),
@@ -147,6 +149,23 @@ def test_arguments_that_change_nothing_are_accepted() -> None:
     states = rows.pop("initial_state_source")
     want = UPDATE(initial_state_source=states.clone(), **rows)
     assert torch.equal(UPDATE(initial_state_source=states, **rows, **of_sglang), want)
+
+
+@pytest.mark.parametrize("function", [CHUNK, ROW, chunk_kda, fused_recurrent_kda], ids=lambda f: f.__name__)
+def test_the_older_name_of_the_order_warns_and_does_not_stand_beside_the_new_one(function: Any) -> None:
+    told = good_chunk(Path("cpu", torch.float32), Case([3, 1]))
+    if function not in (CHUNK, ROW):
+        told["g"] = -normal(1, 4, 2, 16).abs()
+    del told["initial_state"]
+    for v_first in (True, False):
+        want = function(**told, output_final_state=True, state_v_first=v_first)
+        for beside in ({}, {"state_v_first": False}):
+            with pytest.warns(DeprecationWarning, match="^transpose_state_layout is now") as caught:
+                got = function(**told, output_final_state=True, transpose_state_layout=v_first, **beside)
+            assert caught[0].filename == __file__
+            assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+        with pytest.raises(ValueError, match=r"^transpose_state_layout: expected None, as state_v_first is True, got"):
+            function(**told, state_v_first=True, transpose_state_layout=v_first)
 
 
 def test_a_batch_beside_offsets_is_refused() -> None:

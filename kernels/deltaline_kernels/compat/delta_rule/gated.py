@@ -21,6 +21,7 @@ from deltaline_kernels.compat.delta_rule.sequences import (
     check_states,
     lay_out,
     new_states,
+    parse_order,
     run_rule,
     run_sequences,
     shape_output,
@@ -45,11 +46,11 @@ def _fake_chunks(
     g: Tensor,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-    state_v_first: bool,
+    state_v_first: bool | None,
     transpose_state_layout: bool | None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    v_first = _parse_order(state_v_first, transpose_state_layout)
+    v_first = state_v_first is not False if transpose_state_layout is None else transpose_state_layout
     return _fake_outputs(v, g), _fake_states(k, v, g, cu_seqlens, v_first) if output_final_state else None
 
 
@@ -61,7 +62,7 @@ def _fake_steps(
     inplace_final_state: bool,
     cu_seqlens: Tensor | None,
     output_final_state: bool | None,
-    state_v_first: bool,
+    state_v_first: bool | None,
     transpose_state_layout: bool | None,
     final_state: Tensor | None,
     **_: Any,
@@ -73,15 +74,6 @@ def _fake_steps(
     if initial_state is None:
         return _fake_outputs(v, g), _fake_states(k, v, g, cu_seqlens, True)
     return _fake_outputs(v, g), initial_state if inplace_final_state else initial_state.new_empty(initial_state.shape)
-
-
-def _parse_order(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    """Return whether a state's values come before its keys."""
-    check_flag("state_v_first", state_v_first)
-    if transpose_state_layout is None:
-        return state_v_first
-    check_flag("transpose_state_layout", transpose_state_layout)
-    return transpose_state_layout
 
 
 @operator(_fake_chunks, results=2, unused=check_unused)
@@ -97,7 +89,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     *,
-    state_v_first: bool = True,
+    state_v_first: bool | None = None,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -120,8 +112,8 @@ def chunk_gated_delta_rule(
         cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last; the batch is 1
             then. None: each of the batch is a sequence.
         use_qk_l2norm_in_kernel: divide q and k by their norms.
-        state_v_first: False: initial and final states are `[N, HV, K, V]`, fla's and transformers' order.
-            transpose_state_layout, its older name, counts in its place where it is given.
+        state_v_first: None is True; False: initial and final states are `[N, HV, K, V]`, fla's and transformers' order.
+            transpose_state_layout, its older name, counts in its place, with a DeprecationWarning, and not beside True.
         use_gate_in_kernel: the log of the decay is -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias `(HV,)`,
             any of the three dtypes, a dt_bias of None being zero. Otherwise they say nothing.
         use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that.
@@ -136,7 +128,7 @@ def chunk_gated_delta_rule(
     """
     check_unused(unused)
     check_flag("output_final_state", output_final_state)
-    v_first = _parse_order(state_v_first, transpose_state_layout)
+    v_first = parse_order(state_v_first, transpose_state_layout)
     inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel)
     check_flag("use_gate_in_kernel", use_gate_in_kernel)
     gate = (A_log, dt_bias, None) if use_gate_in_kernel else None
@@ -161,7 +153,7 @@ def fused_recurrent_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     *,
     output_final_state: bool | None = None,
-    state_v_first: bool = True,
+    state_v_first: bool | None = None,
     output_state_indices: Tensor | None = None,
     final_state: Tensor | None = None,
     use_gate_in_kernel: bool = False,
@@ -209,7 +201,7 @@ def fused_recurrent_gated_delta_rule(
     """
     check_unused(unused)
     check_flag("inplace_final_state", inplace_final_state)
-    v_first = _parse_order(state_v_first, transpose_state_layout)
+    v_first = parse_order(state_v_first, transpose_state_layout)
     if output_final_state is not None:
         check_flag("output_final_state", output_final_state)
     gates = {"g": g, "beta": beta}

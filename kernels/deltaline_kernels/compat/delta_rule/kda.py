@@ -19,6 +19,7 @@ from deltaline_kernels.compat.delta_rule.sequences import (
     advance_rows,
     check_states,
     lay_out,
+    parse_order,
     run_rule,
     run_sequences,
     shape_output,
@@ -34,6 +35,7 @@ def _fake_sequences(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     state_v_first: bool,
+    transpose_state_layout: bool | None,
     ssm_state_indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -44,7 +46,7 @@ def _fake_sequences(
         return o, None
     num_rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     states = v.new_empty(num_rows, v.shape[2], v.shape[3], k.shape[3], dtype=torch.float32)
-    return o, states if state_v_first else states.transpose(2, 3)
+    return o, states if state_v_first or transpose_state_layout else states.transpose(2, 3)
 
 
 def _fake_nothing(**_: Any) -> None:
@@ -78,6 +80,7 @@ def chunk_kda(
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    transpose_state_layout: bool | None = None,
     **unused: Unpack[UnusedKda],
 ) -> tuple[Tensor, Tensor | None]:
     """Run whole sequences in chunks. Mutates nothing.
@@ -97,7 +100,8 @@ def chunk_kda(
         safe_gate: a promise that decays have a lower bound, which nothing here needs; the bound has to be told beside
             use_gate_in_kernel.
         disable_recompute: changes nothing. return_intermediate_states: False.
-        state_v_first: initial and final states are `[N, HV, V, K]`.
+        state_v_first: initial and final states are `[N, HV, V, K]`. transpose_state_layout, its older name, counts in
+            its place, with a DeprecationWarning, and not beside True.
         cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last; the batch is 1
             then. None: each of the batch is a sequence.
         unused: what fla and transformers pass, and changes nothing (`UnusedKda`).
@@ -118,12 +122,13 @@ def chunk_kda(
         raise ValueError("lower_bound: expected a number, as safe_gate and use_gate_in_kernel are given, got None")
     check_flag("output_final_state", output_final_state)
     check_flag("state_v_first", state_v_first)
+    v_first = parse_order(state_v_first, transpose_state_layout)
     inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel, keyed=True)
     gate = (A_log, dt_bias, lower_bound) if use_gate_in_kernel else None
     check_flag("use_gate_in_kernel", use_gate_in_kernel)
     inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rows = lay_out(v, cu_seqlens)
-    return run_sequences(inputs, v, rows, initial_state, output_final_state, state_v_first, chunked=True)
+    return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=True)
 
 
 @operator(_fake_sequences, mutates=["initial_state"], results=2, unused=check_unused)
@@ -148,6 +153,7 @@ def fused_recurrent_kda(
     *,
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
+    transpose_state_layout: bool | None = None,
     **unused: Unpack[Unused],
 ) -> tuple[Tensor, Tensor | None]:
     """Run the next tokens of each row, one by one.
@@ -155,9 +161,9 @@ def fused_recurrent_kda(
     Args:
         q, k, v, g, beta, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens: as for `chunk_kda`.
-        initial_state, output_final_state, state_v_first: likewise, and nothing is mutated; but beside
-            ssm_state_indices initial_state is a pool `[slots, HV, V, K]` of packed states at any distance, and is
-            mutated: the slots of rows with tokens, each state rounded when it is stored.
+        initial_state, output_final_state, state_v_first, transpose_state_layout: likewise, and nothing is mutated; but
+            beside ssm_state_indices initial_state is a pool `[slots, HV, V, K]` of packed states at any distance, and
+            is mutated: the slots of rows with tokens, each state rounded when it is stored.
         ssm_state_indices: `(N,)` or `(N, columns)`, and num_accepted_tokens: as for `fused_recurrent_gated_delta_rule`.
             Only with state_v_first, and without output_final_state.
         unused: what fla and transformers pass, and changes nothing (`Unused`).
@@ -171,6 +177,7 @@ def fused_recurrent_kda(
     check_unused(unused)
     check_flag("output_final_state", output_final_state)
     check_flag("state_v_first", state_v_first)
+    v_first = parse_order(state_v_first, transpose_state_layout)
     inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel, keyed=True)
     gate = (A_log, dt_bias, lower_bound) if use_gate_in_kernel else None
     check_flag("use_gate_in_kernel", use_gate_in_kernel)
@@ -179,9 +186,9 @@ def fused_recurrent_kda(
     if ssm_state_indices is None:
         if num_accepted_tokens is not None:
             raise ValueError("num_accepted_tokens: expected None, as ssm_state_indices is not given, got a tensor")
-        return run_sequences(inputs, v, rows, initial_state, output_final_state, state_v_first, chunked=False)
+        return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=False)
     for name, flag, wanted in (
-        ("state_v_first", state_v_first, True),
+        ("state_v_first", v_first, True),
         ("output_final_state", output_final_state, False),
     ):
         if flag is not wanted:

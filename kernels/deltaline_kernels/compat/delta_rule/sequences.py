@@ -1,12 +1,13 @@
 """The sequences and next tokens of a call of either delta rule: their rows, their states, and the operation itself."""
 
+import warnings
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS
-from deltaline_kernels.compat.arguments import EngineRows
+from deltaline_kernels.compat.arguments import EngineRows, check_flag
 from deltaline_kernels.compat.delta_inputs import check_beside, check_counts
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.slots import check_contents, check_pool
@@ -83,6 +84,25 @@ def lay_out(v: Tensor, cu_seqlens: Tensor | None) -> EngineRows:
     if batch != 1:
         raise ValueError(f"q: expected a batch of 1, as cu_seqlens is given, got {batch}")
     return EngineRows(cu_seqlens.shape[0] - 1, length, 0, cu_seqlens.contiguous(), None, None, -1, True, None)
+
+
+def parse_order(state_v_first: bool | None, transpose_state_layout: bool | None) -> bool:
+    """Return whether a state's values come before its keys, as they do if neither flag is given.
+
+    Warns who called the public function of the older name.
+    """
+    if state_v_first is not None:
+        check_flag("state_v_first", state_v_first)
+    if transpose_state_layout is None:
+        return state_v_first is not False
+    check_flag("transpose_state_layout", transpose_state_layout)
+    if state_v_first:
+        raise ValueError(
+            f"transpose_state_layout: expected None, as state_v_first is True, got {transpose_state_layout}"
+        )
+    # Three below the caller: this function, the public one, and what `operator` puts around that.
+    warnings.warn("transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=4)
+    return transpose_state_layout
 
 
 def state_sizes(inputs: DeltaInputs) -> dict[str, int]:
