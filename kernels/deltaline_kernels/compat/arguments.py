@@ -68,10 +68,26 @@ class UnusedSteps(TypedDict, total=False):
     cache_steps: int | None
     # Other meanings of the arguments.
     enable_stochastic_rounding: bool
-    disable_state_update: bool
     intermediate_states_buffer: None
     intermediate_state_indices: None
     retrieve_parent_token: None
+
+
+class UnusedMambaSteps(UnusedSteps, total=False):
+    """Likewise, to that of Mamba."""
+
+    disable_state_update: bool
+
+
+class UnusedGatedSteps(UnusedSteps, total=False):
+    """Likewise, to that of the delta rules."""
+
+    cache_ring: bool
+    replayssm_rawv: None
+    replayssm_rawk: None
+    replayssm_g: None
+    replayssm_beta: None
+    match_cutedsl_decode: bool
 
 
 class UnusedScan(TypedDict, total=False):
@@ -119,9 +135,11 @@ NEUTRAL: Mapping[str, Any] = {
     "head_first": False,
     "enable_stochastic_rounding": False,
     "disable_state_update": False,
+    "cache_ring": False,
+    "match_cutedsl_decode": False,
     **{
         name: None
-        for kind in (Unused, UnusedKda, UnusedSteps, UnusedScan, UnusedConv, UnusedConvSteps)
+        for kind in (Unused, UnusedKda, UnusedGatedSteps, UnusedScan, UnusedConv, UnusedConvSteps)
         for name, hint in kind.__annotations__.items()
         if hint is NoneType
     },

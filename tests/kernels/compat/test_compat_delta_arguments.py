@@ -58,7 +58,11 @@ WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (CHUNK, ValueError, "core_attn_out: expected None, the only", {"core_attn_out": normal(1, 4, 2, 8)}),
     (UPDATE, TypeError, "is_kda: expected True or False, got 1", {"is_kda": 1}),
     (UPDATE, ValueError, "lower_bound: expected None, as is_kda is False, got -5", {"lower_bound": -5.0}),
-    (UPDATE, ValueError, "disable_state_update: expected False, the only", {"disable_state_update": True}),
+    (UPDATE, TypeError, "disable_state_update: expected True or False, got 1", {"disable_state_update": 1}),
+    (UPDATE, ValueError, "cache_ring: expected False, the only", {"cache_ring": True}),
+    (UPDATE, ValueError, "match_cutedsl_decode: expected False, the only", {"match_cutedsl_decode": True}),
+    (UPDATE, ValueError, "replayssm_g: expected None, the only", {"replayssm_g": normal(9, 2, 4)}),
+    (UPDATE, ValueError, "intermediate_states_buffer: expected None", {"intermediate_states_buffer": normal(9)}),
     (UPDATE, ValueError, "retrieve_parent_token: expected None, the only", {"retrieve_parent_token": table([1, 2])}),
     (UPDATE, TypeError, "head_first: expected no argument of this name", {"head_first": False}),
     (CHUNK, ValueError, "scale: expected a finite number above 0, got -1", {"scale": -1}),
@@ -145,7 +149,9 @@ def test_arguments_that_change_nothing_are_accepted() -> None:
         assert torch.equal(got, want)
     rows = good_update(Path("cpu", torch.float32), Case([3, 1], [4, 1]))
     of_sglang: dict[str, Any] = {"is_kda": False, "disable_state_update": False, "cache_steps": 4}
+    of_sglang |= {"cache_ring": False, "match_cutedsl_decode": False}
     of_sglang |= dict.fromkeys(("lower_bound", "intermediate_states_buffer", "retrieve_parent_token"))
+    of_sglang |= dict.fromkeys(("replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta"))
     states = rows.pop("initial_state_source")
     want = UPDATE(initial_state_source=states.clone(), **rows)
     assert torch.equal(UPDATE(initial_state_source=states, **rows, **of_sglang), want)

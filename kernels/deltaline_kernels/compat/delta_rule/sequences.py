@@ -75,15 +75,17 @@ def shape_output(o: Tensor, v: Tensor) -> Tensor:
     return o.view(*v.shape[:2], *o.shape[1:])
 
 
-def lay_out(v: Tensor, cu_seqlens: Tensor | None) -> EngineRows:
-    """Return the rows of the tokens; they have no lines yet."""
+def lay_out(v: Tensor, cu_seqlens: Tensor | None, *, joined: bool = False) -> EngineRows:
+    """Return the rows of the tokens; they have no lines yet. `joined`: offsets may count those of a batch, one sequence
+    behind the other."""
     batch, length = v.shape[:2]
     if cu_seqlens is None:
         return EngineRows(batch, length, length, None, None, None, -1, True, None)
     check_counts("cu_seqlens", cu_seqlens, 1, v.device)
-    if batch != 1:
+    if batch != 1 and not joined:
         raise ValueError(f"q: expected a batch of 1, as cu_seqlens is given, got {batch}")
-    return EngineRows(cu_seqlens.shape[0] - 1, length, 0, cu_seqlens.contiguous(), None, None, -1, True, None)
+    starts = cu_seqlens.contiguous()
+    return EngineRows(starts.shape[0] - 1, batch * length, 0, starts, None, None, -1, True, None)
 
 
 def parse_order(state_v_first: bool | None, transpose_state_layout: bool | None) -> bool:
