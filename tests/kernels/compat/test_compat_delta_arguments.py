@@ -52,6 +52,7 @@ WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (ROW, TypeError, "inplace_final_state: expected True or False, got Tensor", {"inplace_final_state": ints(1)}),
     (CHUNK, TypeError, "state_v_first: expected True or False, got 1", {"state_v_first": 1}),
     (CHUNK, TypeError, "transpose_state_layout: expected True or False, got 1", {"transpose_state_layout": 1}),
+    (CHUNK, ValueError, "`chunk_size` must be 16, 32, or 64, got 128", {"chunk_size": 128}),
     (CHUNK, TypeError, "use_gate_in_kernel: expected True or False, got None", {"use_gate_in_kernel": None}),
     (ROW, TypeError, "A_log: expected a tensor", {"use_gate_in_kernel": True}),
     (ROW, ValueError, "allow_neg_eigval: expected False, as use_beta", {"allow_neg_eigval": True}),

@@ -102,7 +102,8 @@ def test_sequences_match_the_plain_rule(path: Path, name: str, v_first: bool, fu
     assert o.dtype == path.dtype and final.dtype == torch.float32
     assert_close("o", o.flatten(0, 1), want, path.dtype)
     assert_close("final_state", final if v_first else final.transpose(2, 3), after, path.dtype)
-    again, none = function(**told, initial_state=initial)
+    given: dict[str, Any] = {"chunk_size": 32} if function is chunk_kda else {"inplace_final_state": False}
+    again, none = function(**told, initial_state=initial, **given)
     assert none is None and torch.equal(again, o)
     assert initial is None or (kept is not None and torch.equal(initial, kept))
 
@@ -154,7 +155,7 @@ def test_next_tokens_of_slots_match_the_plain_rule(path: Path, slots: list[int])
     want, pool = make_pool(path, call.case, [slot for slot in slots if slot >= 0])
     o = field_slots(call.tokens, call.case.starts, want, slots)
     told = call.told | {"state_v_first": True, "ssm_state_indices": ints(*slots).to(path.device)}
-    got, final = fused_recurrent_kda(**told, initial_state=pool)
+    got, final = fused_recurrent_kda(**told, initial_state=pool, inplace_final_state=True)
     assert final is pool
     assert_close("o", got[0], o, path.dtype)
     assert_close("pool", pool, want, torch.float32)
@@ -300,6 +301,8 @@ def test_what_belongs_together_is_asked_for() -> None:
     for message, change in (
         ("lower_bound: expected a number, as safe_gate", flags | {"safe_gate": True, "A_log": normal(2)}),
         ("return_intermediate_states: expected False", {"return_intermediate_states": True}),
+        ("`chunk_size` must be either 32 or 64, got 16", {"chunk_size": 16}),
+        ("`chunk_size` must be either 32 or 64, got None", {"chunk_size": None}),
     ):
         with pytest.raises(ValueError, match="^" + message):
             chunk_kda(**(call.told | change))
@@ -308,6 +311,8 @@ def test_what_belongs_together_is_asked_for() -> None:
         ("state_v_first: expected True, as ssm_state_indices", pool),
         ("output_final_state: expected False", pool | {"state_v_first": True, "output_final_state": True}),
         ("num_accepted_tokens: expected None, as ssm", {"num_accepted_tokens": ints(1)}),
+        ("inplace_final_state: expected False, as ssm_state_indices is not given, got", {"inplace_final_state": True}),
+        ("inplace_final_state: expected True, as ssm_state_indices is given", pool | {"inplace_final_state": False}),
     ):
         with pytest.raises(ValueError, match="^" + message):
             fused_recurrent_kda(**(call.told | change))

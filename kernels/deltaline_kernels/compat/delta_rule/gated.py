@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import Unused, check_flag, check_unused
+from deltaline_kernels.compat.arguments import Unused, check_flag, check_unused, describe
 from deltaline_kernels.compat.delta_inputs import pack_delta
 from deltaline_kernels.compat.delta_rule.raw_gates import with_gates
 from deltaline_kernels.compat.delta_rule.sequences import (
@@ -76,7 +76,14 @@ def _fake_steps(
     return _fake_outputs(v, g), initial_state if inplace_final_state else initial_state.new_empty(initial_state.shape)
 
 
-@operator(_fake_chunks, results=2, unused=check_unused)
+def _check_chunks(unused: Any) -> None:
+    check_unused(unused)
+    size = unused.get("chunk_size", 64)
+    if size not in (16, 32, 64):
+        raise ValueError(f"`chunk_size` must be 16, 32, or 64, got {describe(size)}")
+
+
+@operator(_fake_chunks, results=2, unused=_check_chunks)
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -117,7 +124,7 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel: the log of the decay is -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias `(HV,)`,
             any of the three dtypes, a dt_bias of None being zero. Otherwise they say nothing.
         use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that.
-        unused: what other engines pass, and changes nothing (`Unused`).
+        unused: what other engines pass, and changes nothing (`Unused`); a chunk_size is 16, 32 or 64.
 
     Returns:
         o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no sequence; and `[N, HV, V, K]` fp32 if
@@ -126,7 +133,7 @@ def chunk_gated_delta_rule(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    check_unused(unused)
+    _check_chunks(unused)
     check_flag("output_final_state", output_final_state)
     v_first = parse_order(state_v_first, transpose_state_layout)
     inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel)

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import Unused, UnusedKda, check_flag, check_operand, check_unused
+from deltaline_kernels.compat.arguments import Unused, UnusedKda, check_flag, check_operand, check_unused, describe
 from deltaline_kernels.compat.delta_inputs import pack_delta
 from deltaline_kernels.compat.delta_rule.raw_gates import with_gates
 from deltaline_kernels.compat.delta_rule.sequences import (
@@ -55,6 +55,9 @@ def _fake_nothing(**_: Any) -> None:
 
 def _check_chunks(unused: Any) -> None:
     check_unused(unused, UnusedKda)
+    size = unused.get("chunk_size", 64)
+    if size not in (32, 64):
+        raise ValueError(f"`chunk_size` must be either 32 or 64, got {describe(size)}")
 
 
 @operator(_fake_sequences, results=2, unused=_check_chunks)
@@ -104,7 +107,7 @@ def chunk_kda(
             its place, with a DeprecationWarning, and not beside True.
         cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last; the batch is 1
             then. None: each of the batch is a sequence.
-        unused: what fla and transformers pass, and changes nothing (`UnusedKda`).
+        unused: what fla and transformers pass, and changes nothing (`UnusedKda`); a chunk_size is 32 or 64.
 
     Returns:
         o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no sequence; and `[N, HV, K, V]` fp32 if
@@ -153,6 +156,7 @@ def fused_recurrent_kda(
     *,
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
+    inplace_final_state: bool | None = None,
     transpose_state_layout: bool | None = None,
     **unused: Unpack[Unused],
 ) -> tuple[Tensor, Tensor | None]:
@@ -166,6 +170,7 @@ def fused_recurrent_kda(
             is mutated: the slots of rows with tokens, each state rounded when it is stored.
         ssm_state_indices: `(N,)` or `(N, columns)`, and num_accepted_tokens: as for `fused_recurrent_gated_delta_rule`.
             Only with state_v_first, and without output_final_state.
+        inplace_final_state: nothing, or what is so: True beside ssm_state_indices, False without.
         unused: what fla and transformers pass, and changes nothing (`Unused`).
 
     Returns:
@@ -183,6 +188,14 @@ def fused_recurrent_kda(
     check_flag("use_gate_in_kernel", use_gate_in_kernel)
     inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rows = lay_out(v, cu_seqlens)
+    has_pool = ssm_state_indices is not None
+    if inplace_final_state is not None:
+        check_flag("inplace_final_state", inplace_final_state)
+        if inplace_final_state is not has_pool:
+            word = "given" if has_pool else "not given"
+            raise ValueError(
+                f"inplace_final_state: expected {has_pool}, as ssm_state_indices is {word}, got {not has_pool}"
+            )
     if ssm_state_indices is None:
         if num_accepted_tokens is not None:
             raise ValueError("num_accepted_tokens: expected None, as ssm_state_indices is not given, got a tensor")
