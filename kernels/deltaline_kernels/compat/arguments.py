@@ -26,7 +26,6 @@ class Unused(TypedDict, total=False):
     """
 
     # How it is computed.
-    chunk_size: int
     chunk_indices: Tensor | None
     chunk_offsets: Tensor | None
     cu_seqlens_cpu: Tensor | None
@@ -50,6 +49,12 @@ class Unused(TypedDict, total=False):
     gv: None
     cp_context: None
     core_attn_out: None
+
+
+class UnusedRows(Unused, total=False):
+    """Likewise, to one that takes token by token."""
+
+    chunk_size: int
 
 
 class UnusedKda(Unused, total=False):
@@ -139,7 +144,7 @@ NEUTRAL: Mapping[str, Any] = {
     "match_cutedsl_decode": False,
     **{
         name: None
-        for kind in (Unused, UnusedKda, UnusedGatedSteps, UnusedScan, UnusedConv, UnusedConvSteps)
+        for kind in (Unused, UnusedGatedSteps, UnusedScan, UnusedConv, UnusedConvSteps)
         for name, hint in kind.__annotations__.items()
         if hint is NoneType
     },
@@ -185,6 +190,7 @@ class EngineRows:
             write_line, and read_line is `[num_rows, columns]`: a row begins with its column num_accepted - 1, bounded
             to those that there are, or with its first. Such an entry skips the row as one of read_line does.
         moves: rows without tokens, too, write the states that they read.
+        waypoints: as of `Rows`, of rows that are computed in chunks; None where there are none.
     """
 
     num_rows: int
@@ -198,6 +204,7 @@ class EngineRows:
     num_accepted: Tensor | None
     token_lines: Tensor | None = None
     moves: bool = False
+    waypoints: Tensor | None = None
 
     def most_states(self, num_tokens: int) -> int:
         """Return how many states a row of `num_tokens` tokens in all may leave: no row has more tokens."""

@@ -108,6 +108,32 @@ def test_sequences_match_the_plain_rule(path: Path, name: str, v_first: bool, fu
     assert initial is None or (kept is not None and torch.equal(initial, kept))
 
 
+@pytest.mark.parametrize("v_first", [False, True], ids=["fla", "v-first"])
+@pytest.mark.parametrize(
+    "case",
+    [Case((3, 130, 0, 64, 65)), Case((70, 1), fresh=True), Case((130,) * 2, dense=True), Case(())],
+    ids=["ragged", "fresh", "dense", "no-rows"],
+)
+def test_chunks_return_the_states_before_each(path: Path, case: Case, v_first: bool) -> None:
+    call = make_call(case, path)
+    befores = [
+        field_rows(call.tokens, [begin, begin + done], call.states[i : i + 1])[1]
+        for i, begin in enumerate(case.starts[:-1])
+        for done in range(0, case.lengths[i], 64)
+    ]
+    want = torch.cat(befores) if befores else call.states
+    initial = None if case.fresh else (call.states if v_first else turned(call.states)).to(path.device)
+    told = call.told | {"state_v_first": v_first, "initial_state": initial}
+    o, final = chunk_kda(**told, output_final_state=True)
+    for wants_final in (True, False):
+        got, last, states = chunk_kda(**told, output_final_state=wants_final, return_intermediate_states=True)
+        assert states.dtype == call.told["k"].dtype and states.shape[0] == got.shape[0]
+        states = states.flatten(0, 1)
+        assert_close("states", states if v_first else states.transpose(2, 3), want, path.dtype)
+        assert_close("o", got, o, path.dtype)
+        assert last is None if not wants_final else torch.equal(last, final)
+
+
 @FUNCTIONS
 @pytest.mark.parametrize(
     "given", ["both", "of-a-layer", "no-rates", "no-biases", "gate-alone", "beta-alone", "doubled"]
@@ -300,7 +326,7 @@ def test_what_belongs_together_is_asked_for() -> None:
     flags: Any = FLAGS
     for message, change in (
         ("lower_bound: expected a number, as safe_gate", flags | {"safe_gate": True, "A_log": normal(2)}),
-        ("return_intermediate_states: expected False", {"return_intermediate_states": True}),
+        ("chunk_size: expected 64, as return_int", {"return_intermediate_states": True, "chunk_size": 32}),
         ("`chunk_size` must be either 32 or 64, got 16", {"chunk_size": 16}),
         ("`chunk_size` must be either 32 or 64, got None", {"chunk_size": None}),
     ):

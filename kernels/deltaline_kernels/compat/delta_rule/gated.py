@@ -8,12 +8,13 @@ of k and v, and HV, the heads of gates, states and outputs, is HQ. Gates, produc
 of chunks (docs/numerics.md). Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
 """
 
+from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import Unused, check_flag, check_unused, describe
+from deltaline_kernels.compat.arguments import Unused, UnusedRows, check_flag, check_unused, describe
 from deltaline_kernels.compat.delta_inputs import pack_delta
 from deltaline_kernels.compat.delta_rule.raw_gates import with_gates
 from deltaline_kernels.compat.delta_rule.sequences import (
@@ -76,14 +77,10 @@ def _fake_steps(
     return _fake_outputs(v, g), initial_state if inplace_final_state else initial_state.new_empty(initial_state.shape)
 
 
-def _check_chunks(unused: Any) -> None:
-    check_unused(unused)
-    size = unused.get("chunk_size", 64)
-    if size not in (16, 32, 64):
-        raise ValueError(f"`chunk_size` must be 16, 32, or 64, got {describe(size)}")
+_check_rows = partial(check_unused, kind=UnusedRows)
 
 
-@operator(_fake_chunks, results=2, unused=_check_chunks)
+@operator(_fake_chunks, results=2, unused=check_unused)
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -103,6 +100,7 @@ def chunk_gated_delta_rule(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool | None = None,
+    chunk_size: int = 64,
     **unused: Unpack[Unused],
 ) -> tuple[Tensor, Tensor | None]:
     """Run whole sequences in chunks. Mutates nothing.
@@ -124,7 +122,7 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel: the log of the decay is -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias `(HV,)`,
             any of the three dtypes, a dt_bias of None being zero. Otherwise they say nothing.
         use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that.
-        unused: what other engines pass, and changes nothing (`Unused`); a chunk_size is 16, 32 or 64.
+        chunk_size: 16, 32 or 64, and changes nothing, as `unused`: what other engines pass (`Unused`).
 
     Returns:
         o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no sequence; and `[N, HV, V, K]` fp32 if
@@ -133,7 +131,9 @@ def chunk_gated_delta_rule(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    _check_chunks(unused)
+    check_unused(unused)
+    if chunk_size not in (16, 32, 64):
+        raise ValueError(f"`chunk_size` must be 16, 32, or 64, got {describe(chunk_size)}")
     check_flag("output_final_state", output_final_state)
     v_first = parse_order(state_v_first, transpose_state_layout)
     inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel)
@@ -144,7 +144,7 @@ def chunk_gated_delta_rule(
     return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=True)
 
 
-@operator(_fake_steps, mutates=["initial_state", "final_state"], results=2, unused=check_unused)
+@operator(_fake_steps, mutates=["initial_state", "final_state"], results=2, unused=_check_rows)
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -169,7 +169,7 @@ def fused_recurrent_gated_delta_rule(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool | None = None,
-    **unused: Unpack[Unused],
+    **unused: Unpack[UnusedRows],
 ) -> tuple[Tensor, Tensor | None]:
     """Run the next tokens of each row, one by one.
 
@@ -195,7 +195,7 @@ def fused_recurrent_gated_delta_rule(
             in place of those that they come from. A negative one keeps no state.
         final_state: as initial_state, of its dtype or another, and in other memory, unless it is initial_state. Mutated
             in its place, which is only read then. Not beside output_final_state.
-        unused: what other engines pass, and changes nothing (`Unused`).
+        unused: what other engines pass, and changes nothing (`UnusedRows`).
 
     A row without tokens changes nothing, but that its state, too, goes where states go, if that is elsewhere.
 
@@ -206,7 +206,7 @@ def fused_recurrent_gated_delta_rule(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    check_unused(unused)
+    _check_rows(unused)
     check_flag("inplace_final_state", inplace_final_state)
     v_first = parse_order(state_v_first, transpose_state_layout)
     if output_final_state is not None:
