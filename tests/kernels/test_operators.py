@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rigs.kernels.compiled import compile_launches, on_meta
-from rigs.kernels.operator_samples import SAMPLES, Given, attention, conv1d
+from rigs.kernels.operator_samples import SAMPLES, Given, attention, conv1d, kda_call
 from rigs.kernels.paths import Path
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
@@ -164,6 +164,14 @@ def test_objects_that_no_operator_takes_break_the_graph(path: Path) -> None:
     torch.compiler.reset()
     with pytest.raises(Unsupported, match=r"flex_decode is no operator with objects for .*modifiers"):
         torch.compile(flex_decode, fullgraph=True, backend="eager")(**given)
+
+
+def test_a_size_that_contents_tell_is_a_symbol_of_the_graph(path: Path) -> None:
+    """Of the states before chunks, as many as the offsets make."""
+    given = kda_call(path, return_intermediate_states=True)
+    compiled = torch.compile(compat.chunk_kda, fullgraph=True, backend="aot_eager")
+    for x, y in zip(compiled(**given), compat.chunk_kda(**given), strict=True):
+        assert x is y is None or torch.equal(x, y)
 
 
 def test_sizes_of_a_batch_may_vary_in_one_graph(path: Path) -> None:

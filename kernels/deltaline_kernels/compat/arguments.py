@@ -26,7 +26,6 @@ class Unused(TypedDict, total=False):
     """
 
     # How it is computed.
-    chunk_size: int
     chunk_indices: Tensor | None
     chunk_offsets: Tensor | None
     cu_seqlens_cpu: Tensor | None
@@ -52,6 +51,12 @@ class Unused(TypedDict, total=False):
     core_attn_out: None
 
 
+class UnusedRows(Unused, total=False):
+    """Likewise, to one that takes token by token."""
+
+    chunk_size: int
+
+
 class UnusedKda(Unused, total=False):
     """Likewise, to KDA in chunks."""
 
@@ -68,10 +73,26 @@ class UnusedSteps(TypedDict, total=False):
     cache_steps: int | None
     # Other meanings of the arguments.
     enable_stochastic_rounding: bool
-    disable_state_update: bool
     intermediate_states_buffer: None
     intermediate_state_indices: None
     retrieve_parent_token: None
+
+
+class UnusedMambaSteps(UnusedSteps, total=False):
+    """Likewise, to that of Mamba."""
+
+    disable_state_update: bool
+
+
+class UnusedGatedSteps(UnusedSteps, total=False):
+    """Likewise, to that of the delta rules."""
+
+    cache_ring: bool
+    replayssm_rawv: None
+    replayssm_rawk: None
+    replayssm_g: None
+    replayssm_beta: None
+    match_cutedsl_decode: bool
 
 
 class UnusedScan(TypedDict, total=False):
@@ -119,9 +140,11 @@ NEUTRAL: Mapping[str, Any] = {
     "head_first": False,
     "enable_stochastic_rounding": False,
     "disable_state_update": False,
+    "cache_ring": False,
+    "match_cutedsl_decode": False,
     **{
         name: None
-        for kind in (Unused, UnusedKda, UnusedSteps, UnusedScan, UnusedConv, UnusedConvSteps)
+        for kind in (Unused, UnusedGatedSteps, UnusedScan, UnusedConv, UnusedConvSteps)
         for name, hint in kind.__annotations__.items()
         if hint is NoneType
     },
@@ -167,6 +190,7 @@ class EngineRows:
             write_line, and read_line is `[num_rows, columns]`: a row begins with its column num_accepted - 1, bounded
             to those that there are, or with its first. Such an entry skips the row as one of read_line does.
         moves: rows without tokens, too, write the states that they read.
+        waypoints: as of `Rows`, of rows that are computed in chunks; None where there are none.
     """
 
     num_rows: int
@@ -180,6 +204,7 @@ class EngineRows:
     num_accepted: Tensor | None
     token_lines: Tensor | None = None
     moves: bool = False
+    waypoints: Tensor | None = None
 
     def most_states(self, num_tokens: int) -> int:
         """Return how many states a row of `num_tokens` tokens in all may leave: no row has more tokens."""

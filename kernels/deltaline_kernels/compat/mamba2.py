@@ -18,7 +18,7 @@ from torch import Tensor
 from deltaline_kernels.compat.arguments import (
     INTEGERS,
     EngineRows,
-    UnusedSteps,
+    UnusedMambaSteps,
     check_operand,
     check_unused,
     parse_pad,
@@ -36,7 +36,7 @@ def _fake(x: Tensor, out: Tensor | None, **_: Any) -> Tensor:
     return x.new_empty(x.shape) if out is None else out
 
 
-@operator(_fake, mutates=["state", "out", "final_state"], unused=partial(check_unused, kind=UnusedSteps))
+@operator(_fake, mutates=["state", "out", "final_state"], unused=partial(check_unused, kind=UnusedMambaSteps))
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -57,7 +57,7 @@ def selective_state_update(
     dst_state_batch_indices: Tensor | None = None,
     final_state: Tensor | None = None,
     null_block_id: int | None = None,
-    **unused: Unpack[UnusedSteps],
+    **unused: Unpack[UnusedMambaSteps],
 ) -> Tensor:
     """Run the next token of each row, or with cu_seqlens its next tokens, one by one.
 
@@ -90,7 +90,7 @@ def selective_state_update(
         final_state: as state, of its dtype or another, and in other memory, unless it is `state`. Mutated in its place,
             which is only read then.
         null_block_id: takes the place of `pad_slot_id` where it is given.
-        unused: what engines pass, and changes nothing (`UnusedSteps`).
+        unused: what engines pass, and changes nothing (`UnusedMambaSteps`).
 
     A row without tokens changes nothing, but that its state, too, goes where states go, if that is elsewhere.
 
@@ -100,7 +100,7 @@ def selective_state_update(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    check_unused(unused, UnusedSteps)
+    check_unused(unused, UnusedMambaSteps)
     pad_slot_id = parse_pad(pad_slot_id, null_block_id)
     if out is None and isinstance(x, Tensor):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -66,7 +66,9 @@ def advance(
         return o
     placed = place_rows(rows, inputs.num_tokens, inputs.device, keep=keep)
     if rows.token_lines is None:
-        placed = Rows(placed.control, 0 if chunked else placed.num_rows, max(rows.longest, 1), rows.longest)
+        num_short = 0 if chunked else placed.num_rows
+        max_short = max(rows.longest, 1) if rows.waypoints is None else 1
+        placed = Rows(placed.control, num_short, max_short, rows.longest, waypoints=rows.waypoints)
     # No row verifies: drafts are neither read nor written.
     drafts = torch.empty((1, 2, 1, inputs.heads.record), dtype=torch.float32, device=inputs.device)
     run(inputs, StateLines(state, drafts, LINE_SHIFT, written), placed, o)

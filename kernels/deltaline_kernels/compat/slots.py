@@ -23,6 +23,7 @@ class Slots:
             `slots`.
         accepted: `[N]` or None, with tables only: row i begins with `slots[i, accepted[i] - 1]`, bounded to the table,
             or with the first.
+        keep: False, without tables alone: no state is written, and several rows may have one slot.
         pad: a slot of this number, or a negative one, is none. A row that begins with none is skipped; of final slots
             it says that a state is not kept, where they are those of `slots` that the row is skipped.
     """
@@ -35,6 +36,7 @@ class Slots:
     final_name: str = ""
     accepted: Tensor | None = None
     pad: int = -1
+    keep: bool = True
 
     @property
     def is_table(self) -> bool:
@@ -105,7 +107,7 @@ def advance_slots(
     targets = found.slots if found.final_slots is None else found.final_slots
     rows = replace(rows, read_line=found.slots, num_accepted=found.accepted, pad=found.pad, moves=found.moves)
     rows = replace(rows, token_lines=targets) if found.is_table else replace(rows, write_line=targets)
-    return advance(run, inputs, found.pool, rows, written=found.written, o=o)
+    return advance(run, inputs, found.pool, rows, written=found.written, keep=found.keep, o=o)
 
 
 def _check_rows(name: str, tensor: Tensor, num_rows: int, device: torch.device, ndim: int) -> None:
@@ -142,7 +144,7 @@ def check_contents(rows: EngineRows, num_tokens: int, given: Slots | None = None
         kept = [slot for slot in targets[i][: length if given.is_table else 1] if slot >= 0 and slot != pad]
         is_whole = given.final_slots is not None or len(kept) == (length if given.is_table else 1)
         if begin >= 0 and begin != pad and is_whole:
-            used.append((begin, kept))
+            used.append((begin, kept if given.keep else []))
     name = given.name if given.final_slots is None else given.final_name
     if given.written is None and given.final_slots is None:
         check_lines(name, "slot", used, given.pool.shape[0])

@@ -12,7 +12,9 @@ from rigs.kernels.paths import Path
 
 from deltaline_kernels.compat import (
     chunk_gated_delta_rule,
+    chunk_kda,
     fused_recurrent_gated_delta_rule,
+    fused_recurrent_kda,
     fused_sigmoid_gating_delta_rule_update,
 )
 
@@ -48,15 +50,20 @@ WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (CHUNK, TypeError, "output_final_state: expected True or False, got Tensor", {"output_final_state": ints(0)}),
     (ROW, TypeError, "output_final_state: expected True or False, got 1", {"output_final_state": 1}),
     (ROW, TypeError, "inplace_final_state: expected True or False, got Tensor", {"inplace_final_state": ints(1)}),
-    (CHUNK, TypeError, "state_v_first: expected True or False, got None", {"state_v_first": None}),
+    (CHUNK, TypeError, "state_v_first: expected True or False, got 1", {"state_v_first": 1}),
     (CHUNK, TypeError, "transpose_state_layout: expected True or False, got 1", {"transpose_state_layout": 1}),
+    (CHUNK, ValueError, "`chunk_size` must be 16, 32, or 64, got 128", {"chunk_size": 128}),
     (CHUNK, TypeError, "use_gate_in_kernel: expected True or False, got None", {"use_gate_in_kernel": None}),
     (ROW, TypeError, "A_log: expected a tensor", {"use_gate_in_kernel": True}),
     (ROW, ValueError, "allow_neg_eigval: expected False, as use_beta", {"allow_neg_eigval": True}),
     (CHUNK, ValueError, "core_attn_out: expected None, the only", {"core_attn_out": normal(1, 4, 2, 8)}),
     (UPDATE, TypeError, "is_kda: expected True or False, got 1", {"is_kda": 1}),
     (UPDATE, ValueError, "lower_bound: expected None, as is_kda is False, got -5", {"lower_bound": -5.0}),
-    (UPDATE, ValueError, "disable_state_update: expected False, the only", {"disable_state_update": True}),
+    (UPDATE, TypeError, "disable_state_update: expected True or False, got 1", {"disable_state_update": 1}),
+    (UPDATE, ValueError, "cache_ring: expected False, the only", {"cache_ring": True}),
+    (UPDATE, ValueError, "match_cutedsl_decode: expected False, the only", {"match_cutedsl_decode": True}),
+    (UPDATE, ValueError, "replayssm_g: expected None, the only", {"replayssm_g": normal(9, 2, 4)}),
+    (UPDATE, ValueError, "intermediate_states_buffer: expected None", {"intermediate_states_buffer": normal(9)}),
     (UPDATE, ValueError, "retrieve_parent_token: expected None, the only", {"retrieve_parent_token": table([1, 2])}),
     (UPDATE, TypeError, "head_first: expected no argument of this name", {"head_first": False}),
     (CHUNK, ValueError, "scale: expected a finite number above 0, got -1", {"scale": -1}),
@@ -143,10 +150,29 @@ def test_arguments_that_change_nothing_are_accepted() -> None:
         assert torch.equal(got, want)
     rows = good_update(Path("cpu", torch.float32), Case([3, 1], [4, 1]))
     of_sglang: dict[str, Any] = {"is_kda": False, "disable_state_update": False, "cache_steps": 4}
+    of_sglang |= {"cache_ring": False, "match_cutedsl_decode": False}
     of_sglang |= dict.fromkeys(("lower_bound", "intermediate_states_buffer", "retrieve_parent_token"))
+    of_sglang |= dict.fromkeys(("replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta"))
     states = rows.pop("initial_state_source")
     want = UPDATE(initial_state_source=states.clone(), **rows)
     assert torch.equal(UPDATE(initial_state_source=states, **rows, **of_sglang), want)
+
+
+@pytest.mark.parametrize("function", [CHUNK, ROW, chunk_kda, fused_recurrent_kda], ids=lambda f: f.__name__)
+def test_the_older_name_of_the_order_warns_and_does_not_stand_beside_the_new_one(function: Any) -> None:
+    told = good_chunk(Path("cpu", torch.float32), Case([3, 1]))
+    if function not in (CHUNK, ROW):
+        told["g"] = -normal(1, 4, 2, 16).abs()
+    del told["initial_state"]
+    for v_first in (True, False):
+        want = function(**told, output_final_state=True, state_v_first=v_first)
+        for beside in ({}, {"state_v_first": False}):
+            with pytest.warns(DeprecationWarning, match="^transpose_state_layout is now") as caught:
+                got = function(**told, output_final_state=True, transpose_state_layout=v_first, **beside)
+            assert caught[0].filename == __file__
+            assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+        with pytest.raises(ValueError, match=r"^transpose_state_layout: expected None, as state_v_first is True, got"):
+            function(**told, state_v_first=True, transpose_state_layout=v_first)
 
 
 def test_a_batch_beside_offsets_is_refused() -> None:

@@ -152,6 +152,6 @@ def test_gates_may_come_as_a_projection_leaves_them(path: Path, gated: bool, str
         beta=beta.float().to(path.device) if strengths == "as-they-come" else logits,
     )
     for function in (CHUNK, ROW):
-        o, final = function(**told | flags, output_final_state=True, transpose_state_layout=False)
+        o, final = function(**told | flags, output_final_state=True, state_v_first=False)
         assert_close("o", o[0], want, path.dtype)
         assert_close("final", final.transpose(2, 3), after, path.dtype)

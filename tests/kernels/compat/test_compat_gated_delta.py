@@ -224,6 +224,53 @@ def test_strided_gates_and_states_are_as_good(exact_path: Path) -> None:
         assert x is not None and y is not None and torch.equal(x, y)
 
 
+def test_offsets_of_the_sigmoid_update_count_the_tokens_of_a_batch(path: Path) -> None:
+    """As SGLang takes them: one sequence behind the other, over the rows of the batch."""
+    told = good_update(path, Case([3, 1, 4], [4, 1, 0], packed=False))
+    pool = told.pop("initial_state_source")
+    other = pool.clone()
+    want = UPDATE(**told, initial_state_source=pool)
+    batch = {name: told[name].unflatten(1, (2, 4))[0] for name in ("q", "k", "v", "a", "b")}
+    got = UPDATE(**(told | batch), initial_state_source=other)
+    assert got.shape == (2, 4, 2, 8) and torch.equal(got.flatten(0, 1), want[0]) and torch.equal(other, pool)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["packed", "apart"])
+@pytest.mark.parametrize("final", [False, True], ids=["in-place", "named"])
+def test_a_pool_of_the_sigmoid_update_is_v_first_whatever_its_shape(path: Path, apart: bool, final: bool) -> None:
+    """As SGLang reads it: by memory alone."""
+    told = good_update(path, Case([3, 1], [4, 1]))
+    pool = told.pop("initial_state_source")
+    shaped = pool.clone().view(len(pool), 2, 16, 8)
+    if apart:
+        room = torch.zeros(len(pool), 2, 2, 16, 8, device=path.device)
+        room[:, 1] = shaped
+        shaped = room[:, 1]
+    named = {"final_state": shaped} if final else {}
+    want = UPDATE(**told, initial_state_source=pool)
+    assert torch.equal(UPDATE(**told, initial_state_source=shaped, **named), want)
+    assert torch.equal(shaped.flatten(1), pool.flatten(1))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in-place", "final-state"])
+@pytest.mark.parametrize("is_kda", [False, True], ids=["gated", "kda"])
+def test_the_sigmoid_update_may_keep_no_state(path: Path, is_kda: bool, elsewhere: bool) -> None:
+    """As SGLang verifies drafts. Rows may begin with one and the same state then."""
+    told = good_update(path, Case([3, 1, 4], [4, 1, 0]))
+    if is_kda:
+        a, dt_bias = told["a"][..., None].expand(1, 8, 2, 16), told["dt_bias"].repeat_interleave(16)
+        told |= {"a": a.contiguous(), "dt_bias": dt_bias, "is_kda": True}
+    pool = told["initial_state_source"]
+    pool[1] = pool[4]
+    kept = pool.clone()
+    want = UPDATE(**(told | {"initial_state_source": pool.clone()}))
+    if elsewhere:
+        told["final_state"] = torch.full_like(pool, 7.0)
+    told["initial_state_indices"] = ints(4, 4, 0).to(path.device)
+    assert torch.equal(UPDATE(**told, disable_state_update=True), want) and torch.equal(pool, kept)
+    assert not elsewhere or bool((told["final_state"] == 7.0).all())
+
+
 CHUNK, UPDATE = chunk_gated_delta_rule, fused_sigmoid_gating_delta_rule_update
 ROW: Any = fused_recurrent_gated_delta_rule
 

@@ -102,9 +102,36 @@ def test_sequences_match_the_plain_rule(path: Path, name: str, v_first: bool, fu
     assert o.dtype == path.dtype and final.dtype == torch.float32
     assert_close("o", o.flatten(0, 1), want, path.dtype)
     assert_close("final_state", final if v_first else final.transpose(2, 3), after, path.dtype)
-    again, none = function(**told, initial_state=initial)
+    given: dict[str, Any] = {"chunk_size": 32} if function is chunk_kda else {"inplace_final_state": False}
+    again, none = function(**told, initial_state=initial, **given)
     assert none is None and torch.equal(again, o)
     assert initial is None or (kept is not None and torch.equal(initial, kept))
+
+
+@pytest.mark.parametrize("v_first", [False, True], ids=["fla", "v-first"])
+@pytest.mark.parametrize(
+    "case",
+    [Case((3, 130, 0, 64, 65)), Case((70, 1), fresh=True), Case((130,) * 2, dense=True), Case(())],
+    ids=["ragged", "fresh", "dense", "no-rows"],
+)
+def test_chunks_return_the_states_before_each(path: Path, case: Case, v_first: bool) -> None:
+    call = make_call(case, path)
+    befores = [
+        field_rows(call.tokens, [begin, begin + done], call.states[i : i + 1])[1]
+        for i, begin in enumerate(case.starts[:-1])
+        for done in range(0, case.lengths[i], 64)
+    ]
+    want = torch.cat(befores) if befores else call.states
+    initial = None if case.fresh else (call.states if v_first else turned(call.states)).to(path.device)
+    told = call.told | {"state_v_first": v_first, "initial_state": initial}
+    o, final = chunk_kda(**told, output_final_state=True)
+    for wants_final in (True, False):
+        got, last, states = chunk_kda(**told, output_final_state=wants_final, return_intermediate_states=True)
+        assert states.dtype == call.told["k"].dtype and states.shape[0] == got.shape[0]
+        states = states.flatten(0, 1)
+        assert_close("states", states if v_first else states.transpose(2, 3), want, path.dtype)
+        assert_close("o", got, o, path.dtype)
+        assert last is None if not wants_final else torch.equal(last, final)
 
 
 @FUNCTIONS
@@ -154,7 +181,7 @@ def test_next_tokens_of_slots_match_the_plain_rule(path: Path, slots: list[int])
     want, pool = make_pool(path, call.case, [slot for slot in slots if slot >= 0])
     o = field_slots(call.tokens, call.case.starts, want, slots)
     told = call.told | {"state_v_first": True, "ssm_state_indices": ints(*slots).to(path.device)}
-    got, final = fused_recurrent_kda(**told, initial_state=pool)
+    got, final = fused_recurrent_kda(**told, initial_state=pool, inplace_final_state=True)
     assert final is pool
     assert_close("o", got[0], o, path.dtype)
     assert_close("pool", pool, want, torch.float32)
@@ -299,7 +326,9 @@ def test_what_belongs_together_is_asked_for() -> None:
     flags: Any = FLAGS
     for message, change in (
         ("lower_bound: expected a number, as safe_gate", flags | {"safe_gate": True, "A_log": normal(2)}),
-        ("return_intermediate_states: expected False", {"return_intermediate_states": True}),
+        ("chunk_size: expected 64, as return_int", {"return_intermediate_states": True, "chunk_size": 32}),
+        ("`chunk_size` must be either 32 or 64, got 16", {"chunk_size": 16}),
+        ("`chunk_size` must be either 32 or 64, got None", {"chunk_size": None}),
     ):
         with pytest.raises(ValueError, match="^" + message):
             chunk_kda(**(call.told | change))
@@ -308,6 +337,8 @@ def test_what_belongs_together_is_asked_for() -> None:
         ("state_v_first: expected True, as ssm_state_indices", pool),
         ("output_final_state: expected False", pool | {"state_v_first": True, "output_final_state": True}),
         ("num_accepted_tokens: expected None, as ssm", {"num_accepted_tokens": ints(1)}),
+        ("inplace_final_state: expected False, as ssm_state_indices is not given, got", {"inplace_final_state": True}),
+        ("inplace_final_state: expected True, as ssm_state_indices is given", pool | {"inplace_final_state": False}),
     ):
         with pytest.raises(ValueError, match="^" + message):
             fused_recurrent_kda(**(call.told | change))

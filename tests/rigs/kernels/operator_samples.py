@@ -292,6 +292,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: kda_call(
             path, use_gate_in_kernel=True, lower_bound=-5.0, use_beta_sigmoid_in_kernel=True, use_graph=True
         ),
+        lambda path: kda_call(path, return_intermediate_states=True, output_final_state=True, cu_seqlens=None),
     ],
     "compat_mhc_post": [
         lambda path: streams(

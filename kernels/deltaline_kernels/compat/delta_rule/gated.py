@@ -8,12 +8,13 @@ of k and v, and HV, the heads of gates, states and outputs, is HQ. Gates, produc
 of chunks (docs/numerics.md). Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
 """
 
+from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import Unused, check_flag, check_unused
+from deltaline_kernels.compat.arguments import Unused, UnusedRows, check_flag, check_unused, describe
 from deltaline_kernels.compat.delta_inputs import pack_delta
 from deltaline_kernels.compat.delta_rule.raw_gates import with_gates
 from deltaline_kernels.compat.delta_rule.sequences import (
@@ -21,6 +22,7 @@ from deltaline_kernels.compat.delta_rule.sequences import (
     check_states,
     lay_out,
     new_states,
+    parse_order,
     run_rule,
     run_sequences,
     shape_output,
@@ -45,11 +47,11 @@ def _fake_chunks(
     g: Tensor,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-    state_v_first: bool,
+    state_v_first: bool | None,
     transpose_state_layout: bool | None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    v_first = _parse_order(state_v_first, transpose_state_layout)
+    v_first = state_v_first is not False if transpose_state_layout is None else transpose_state_layout
     return _fake_outputs(v, g), _fake_states(k, v, g, cu_seqlens, v_first) if output_final_state else None
 
 
@@ -61,7 +63,7 @@ def _fake_steps(
     inplace_final_state: bool,
     cu_seqlens: Tensor | None,
     output_final_state: bool | None,
-    state_v_first: bool,
+    state_v_first: bool | None,
     transpose_state_layout: bool | None,
     final_state: Tensor | None,
     **_: Any,
@@ -75,13 +77,7 @@ def _fake_steps(
     return _fake_outputs(v, g), initial_state if inplace_final_state else initial_state.new_empty(initial_state.shape)
 
 
-def _parse_order(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    """Return whether a state's values come before its keys."""
-    check_flag("state_v_first", state_v_first)
-    if transpose_state_layout is None:
-        return state_v_first
-    check_flag("transpose_state_layout", transpose_state_layout)
-    return transpose_state_layout
+_check_rows = partial(check_unused, kind=UnusedRows)
 
 
 @operator(_fake_chunks, results=2, unused=check_unused)
@@ -97,13 +93,14 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     *,
-    state_v_first: bool = True,
+    state_v_first: bool | None = None,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool | None = None,
+    chunk_size: int = 64,
     **unused: Unpack[Unused],
 ) -> tuple[Tensor, Tensor | None]:
     """Run whole sequences in chunks. Mutates nothing.
@@ -120,12 +117,12 @@ def chunk_gated_delta_rule(
         cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last; the batch is 1
             then. None: each of the batch is a sequence.
         use_qk_l2norm_in_kernel: divide q and k by their norms.
-        state_v_first: False: initial and final states are `[N, HV, K, V]`, fla's and transformers' order.
-            transpose_state_layout, its older name, counts in its place where it is given.
+        state_v_first: None is True; False: initial and final states are `[N, HV, K, V]`, fla's and transformers' order.
+            transpose_state_layout, its older name, counts in its place, with a DeprecationWarning, and not beside True.
         use_gate_in_kernel: the log of the decay is -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias `(HV,)`,
             any of the three dtypes, a dt_bias of None being zero. Otherwise they say nothing.
         use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that.
-        unused: what other engines pass, and changes nothing (`Unused`).
+        chunk_size: 16, 32 or 64, and changes nothing, as `unused`: what other engines pass (`Unused`).
 
     Returns:
         o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no sequence; and `[N, HV, V, K]` fp32 if
@@ -135,8 +132,10 @@ def chunk_gated_delta_rule(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     check_unused(unused)
+    if chunk_size not in (16, 32, 64):
+        raise ValueError(f"`chunk_size` must be 16, 32, or 64, got {describe(chunk_size)}")
     check_flag("output_final_state", output_final_state)
-    v_first = _parse_order(state_v_first, transpose_state_layout)
+    v_first = parse_order(state_v_first, transpose_state_layout)
     inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel)
     check_flag("use_gate_in_kernel", use_gate_in_kernel)
     gate = (A_log, dt_bias, None) if use_gate_in_kernel else None
@@ -145,7 +144,7 @@ def chunk_gated_delta_rule(
     return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=True)
 
 
-@operator(_fake_steps, mutates=["initial_state", "final_state"], results=2, unused=check_unused)
+@operator(_fake_steps, mutates=["initial_state", "final_state"], results=2, unused=_check_rows)
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -161,7 +160,7 @@ def fused_recurrent_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     *,
     output_final_state: bool | None = None,
-    state_v_first: bool = True,
+    state_v_first: bool | None = None,
     output_state_indices: Tensor | None = None,
     final_state: Tensor | None = None,
     use_gate_in_kernel: bool = False,
@@ -170,7 +169,7 @@ def fused_recurrent_gated_delta_rule(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool | None = None,
-    **unused: Unpack[Unused],
+    **unused: Unpack[UnusedRows],
 ) -> tuple[Tensor, Tensor | None]:
     """Run the next tokens of each row, one by one.
 
@@ -196,7 +195,7 @@ def fused_recurrent_gated_delta_rule(
             in place of those that they come from. A negative one keeps no state.
         final_state: as initial_state, of its dtype or another, and in other memory, unless it is initial_state. Mutated
             in its place, which is only read then. Not beside output_final_state.
-        unused: what other engines pass, and changes nothing (`Unused`).
+        unused: what other engines pass, and changes nothing (`UnusedRows`).
 
     A row without tokens changes nothing, but that its state, too, goes where states go, if that is elsewhere.
 
@@ -207,9 +206,9 @@ def fused_recurrent_gated_delta_rule(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    check_unused(unused)
+    _check_rows(unused)
     check_flag("inplace_final_state", inplace_final_state)
-    v_first = _parse_order(state_v_first, transpose_state_layout)
+    v_first = parse_order(state_v_first, transpose_state_layout)
     if output_final_state is not None:
         check_flag("output_final_state", output_final_state)
     gates = {"g": g, "beta": beta}

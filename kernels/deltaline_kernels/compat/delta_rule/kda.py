@@ -4,27 +4,31 @@
 
 with a g of each key channel. Names, arguments, defaults and state layout are fla's; with `state_v_first` states are
 those of vLLM and SGLang. Value head i uses key head i // (HV / H). Gates, products and sums are fp32, but for the
-inputs of chunks (docs/numerics.md). Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
+inputs of chunks (docs/numerics.md). Nothing waits for a GPU but where it is told: what index tensors say is checked on
+the CPU alone.
 """
 
+from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import Unused, UnusedKda, check_flag, check_operand, check_unused
+from deltaline_kernels.compat.arguments import UnusedKda, UnusedRows, check_flag, check_operand, check_unused, describe
 from deltaline_kernels.compat.delta_inputs import pack_delta
 from deltaline_kernels.compat.delta_rule.raw_gates import with_gates
 from deltaline_kernels.compat.delta_rule.sequences import (
     advance_rows,
     check_states,
     lay_out,
+    parse_order,
     run_rule,
     run_sequences,
     shape_output,
 )
 from deltaline_kernels.compat.slots import Slots, advance_slots
 from deltaline_kernels.operators import operator
+from deltaline_kernels.rows import WAYPOINT_TOKENS
 
 
 def _fake_sequences(
@@ -34,6 +38,7 @@ def _fake_sequences(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     state_v_first: bool,
+    transpose_state_layout: bool | None,
     ssm_state_indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -44,18 +49,29 @@ def _fake_sequences(
         return o, None
     num_rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     states = v.new_empty(num_rows, v.shape[2], v.shape[3], k.shape[3], dtype=torch.float32)
-    return o, states if state_v_first else states.transpose(2, 3)
+    return o, states if state_v_first or transpose_state_layout else states.transpose(2, 3)
+
+
+def _fake_chunks(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **told: Any) -> tuple[Tensor | None, ...]:
+    found = _fake_sequences(k, v, cu_seqlens=cu_seqlens, **told)
+    if not told["return_intermediate_states"]:
+        return found
+    num_chunks: Any = -(-v.shape[1] // WAYPOINT_TOKENS)
+    if cu_seqlens is not None and not torch.compiler.is_dynamo_compiling():
+        num_chunks = torch.library.get_ctx().new_dynamic_size()
+    states = k.new_empty(v.shape[0], num_chunks, v.shape[2], v.shape[3], k.shape[3])
+    v_first = told["state_v_first"] or told["transpose_state_layout"]
+    return *found, states if v_first else states.transpose(3, 4)
 
 
 def _fake_nothing(**_: Any) -> None:
     return None
 
 
-def _check_chunks(unused: Any) -> None:
-    check_unused(unused, UnusedKda)
+_check_chunks, _check_rows = (partial(check_unused, kind=kind) for kind in (UnusedKda, UnusedRows))
 
 
-@operator(_fake_sequences, results=2, unused=_check_chunks)
+@operator(_fake_chunks, results=3, unused=_check_chunks)
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -78,8 +94,10 @@ def chunk_kda(
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    transpose_state_layout: bool | None = None,
+    chunk_size: int = WAYPOINT_TOKENS,
     **unused: Unpack[UnusedKda],
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Any, ...]:
     """Run whole sequences in chunks. Mutates nothing.
 
     Args:
@@ -96,15 +114,20 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that.
         safe_gate: a promise that decays have a lower bound, which nothing here needs; the bound has to be told beside
             use_gate_in_kernel.
-        disable_recompute: changes nothing. return_intermediate_states: False.
-        state_v_first: initial and final states are `[N, HV, V, K]`.
+        disable_recompute: changes nothing.
+        return_intermediate_states: return the states before chunks too; chunk_size is 64 then.
+        state_v_first: initial and final states are `[N, HV, V, K]`. transpose_state_layout, its older name, counts in
+            its place, with a DeprecationWarning, and not beside True.
         cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last; the batch is 1
             then. None: each of the batch is a sequence.
-        unused: what fla and transformers pass, and changes nothing (`UnusedKda`).
+        chunk_size: 32 or 64, and changes nothing, as `unused`: what fla and transformers pass (`UnusedKda`).
 
     Returns:
         o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no sequence; and `[N, HV, K, V]` fp32 if
-        `output_final_state`, else None. The final state of an empty sequence is its initial one.
+        `output_final_state`, else None. The final state of an empty sequence is its initial one. With
+        return_intermediate_states behind these `[batch, chunks, HV, K, V]` in k's dtype, the state before each chunk of
+        64 tokens or of a sequence's last ones; with cu_seqlens those of one sequence behind those of the other, and
+        the host waits for the GPU to know how many.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
@@ -112,21 +135,26 @@ def chunk_kda(
     _check_chunks(unused)
     check_flag("disable_recompute", disable_recompute)
     check_flag("safe_gate", safe_gate)
-    if return_intermediate_states is not False:
-        raise ValueError(f"return_intermediate_states: expected False, got {return_intermediate_states}")
+    check_flag("return_intermediate_states", return_intermediate_states)
+    if chunk_size not in (32, 64):
+        raise ValueError(f"`chunk_size` must be either 32 or 64, got {describe(chunk_size)}")
+    if return_intermediate_states and chunk_size != WAYPOINT_TOKENS:
+        raise ValueError(f"chunk_size: expected 64, as return_intermediate_states is True, got {chunk_size}")
     if safe_gate and use_gate_in_kernel and lower_bound is None:
         raise ValueError("lower_bound: expected a number, as safe_gate and use_gate_in_kernel are given, got None")
     check_flag("output_final_state", output_final_state)
     check_flag("state_v_first", state_v_first)
+    v_first = parse_order(state_v_first, transpose_state_layout)
     inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel, keyed=True)
     gate = (A_log, dt_bias, lower_bound) if use_gate_in_kernel else None
     check_flag("use_gate_in_kernel", use_gate_in_kernel)
     inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rows = lay_out(v, cu_seqlens)
-    return run_sequences(inputs, v, rows, initial_state, output_final_state, state_v_first, chunked=True)
+    between = k.dtype if return_intermediate_states else None
+    return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=True, between=between)
 
 
-@operator(_fake_sequences, mutates=["initial_state"], results=2, unused=check_unused)
+@operator(_fake_sequences, mutates=["initial_state"], results=2, unused=_check_rows)
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -148,19 +176,22 @@ def fused_recurrent_kda(
     *,
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
-    **unused: Unpack[Unused],
+    inplace_final_state: bool | None = None,
+    transpose_state_layout: bool | None = None,
+    **unused: Unpack[UnusedRows],
 ) -> tuple[Tensor, Tensor | None]:
     """Run the next tokens of each row, one by one.
 
     Args:
         q, k, v, g, beta, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens: as for `chunk_kda`.
-        initial_state, output_final_state, state_v_first: likewise, and nothing is mutated; but beside
-            ssm_state_indices initial_state is a pool `[slots, HV, V, K]` of packed states at any distance, and is
-            mutated: the slots of rows with tokens, each state rounded when it is stored.
+        initial_state, output_final_state, state_v_first, transpose_state_layout: likewise, and nothing is mutated; but
+            beside ssm_state_indices initial_state is a pool `[slots, HV, V, K]` of packed states at any distance, and
+            is mutated: the slots of rows with tokens, each state rounded when it is stored.
         ssm_state_indices: `(N,)` or `(N, columns)`, and num_accepted_tokens: as for `fused_recurrent_gated_delta_rule`.
             Only with state_v_first, and without output_final_state.
-        unused: what fla and transformers pass, and changes nothing (`Unused`).
+        inplace_final_state: nothing, or what is so: True beside ssm_state_indices, False without.
+        unused: what fla and transformers pass, and changes nothing (`UnusedRows`).
 
     Returns:
         What `chunk_kda` does; beside ssm_state_indices o and the pool.
@@ -168,20 +199,29 @@ def fused_recurrent_kda(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    check_unused(unused)
+    _check_rows(unused)
     check_flag("output_final_state", output_final_state)
     check_flag("state_v_first", state_v_first)
+    v_first = parse_order(state_v_first, transpose_state_layout)
     inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel, keyed=True)
     gate = (A_log, dt_bias, lower_bound) if use_gate_in_kernel else None
     check_flag("use_gate_in_kernel", use_gate_in_kernel)
     inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rows = lay_out(v, cu_seqlens)
+    has_pool = ssm_state_indices is not None
+    if inplace_final_state is not None:
+        check_flag("inplace_final_state", inplace_final_state)
+        if inplace_final_state is not has_pool:
+            word = "given" if has_pool else "not given"
+            raise ValueError(
+                f"inplace_final_state: expected {has_pool}, as ssm_state_indices is {word}, got {not has_pool}"
+            )
     if ssm_state_indices is None:
         if num_accepted_tokens is not None:
             raise ValueError("num_accepted_tokens: expected None, as ssm_state_indices is not given, got a tensor")
-        return run_sequences(inputs, v, rows, initial_state, output_final_state, state_v_first, chunked=False)
+        return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=False)
     for name, flag, wanted in (
-        ("state_v_first", state_v_first, True),
+        ("state_v_first", v_first, True),
         ("output_final_state", output_final_state, False),
     ):
         if flag is not wanted:

@@ -1,19 +1,22 @@
 """The sequences and next tokens of a call of either delta rule: their rows, their states, and the operation itself."""
 
+import warnings
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS
-from deltaline_kernels.compat.arguments import EngineRows
+from deltaline_kernels.compat.arguments import EngineRows, check_flag
 from deltaline_kernels.compat.delta_inputs import check_beside, check_counts
 from deltaline_kernels.compat.recurrence import advance
+from deltaline_kernels.compat.rows import LINE_SHIFT
 from deltaline_kernels.compat.slots import check_contents, check_pool
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.gated_delta import run_gated_delta
 from deltaline_kernels.kda import run_kda
-from deltaline_kernels.rows import Rows, StateLines
+from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows, StateLines
 
 
 def run_rule(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
@@ -31,8 +34,12 @@ def run_sequences(
     state_v_first: bool,
     *,
     chunked: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Check `initial_state`, run the rows from it, and return what `chunk_gated_delta_rule` does. Mutates nothing."""
+    between: torch.dtype | None = None,
+) -> tuple[Any, ...]:
+    """Check `initial_state`, run the rows from it, and return what `chunk_gated_delta_rule` does. Mutates nothing.
+
+    Of chunks there are, behind that, the states before each in the dtype `between`, unless it is None.
+    """
     if initial_state is not None:
         names = ("HV", "V", "K") if state_v_first else ("HV", "K", "V")
         sizes = state_sizes(inputs)
@@ -41,9 +48,37 @@ def run_sequences(
         initial_state = initial_state if state_v_first else initial_state.transpose(2, 3)
         if not initial_state[:1].is_contiguous():
             initial_state = initial_state.contiguous()
-    final = new_states(rows, inputs) if output_final_state else None
+    n, num_marks = rows.num_rows, 0
+    if between is not None:
+        num_marks = inputs.num_tokens // WAYPOINT_TOKENS + n
+        lines = torch.arange(num_marks, dtype=torch.int32, device=inputs.device) + n + LINE_SHIFT
+        rows = replace(rows, waypoints=lines)
+    final = new_states(rows, inputs, more=num_marks) if output_final_state or between is not None else None
     o = advance_rows(inputs, rows, initial_state, final, inputs.empty_output(v.dtype), chunked=chunked)
-    return shape_output(o, v), final if final is None or state_v_first else final.transpose(2, 3)
+    found = [final if output_final_state else None]
+    if final is not None and between is not None:
+        # A copy, so that whoever keeps the last states keeps no others.
+        found = [final[:n].clone() if output_final_state else None]
+        found.append(_states_before(rows, v, initial_state, final[n:]).to(between))
+    turned = [states if states is None or state_v_first else states.transpose(-2, -1) for states in found]
+    return shape_output(o, v), *turned
+
+
+def _states_before(rows: EngineRows, v: Tensor, initial: Tensor | None, marks: Tensor) -> Tensor:
+    """Return the state before each chunk of each row, `[batch, chunks, HV, V, K]`, of those behind whole chunks as
+    waypoints lie. Waits for the device where `rows.starts` tells how many chunks there are."""
+    batch, length = v.shape[:2]
+    starts, num_chunks = rows.starts, None
+    if starts is None:
+        starts = torch.arange(batch + 1, device=v.device) * length
+        num_chunks = batch * -(-length // WAYPOINT_TOKENS)
+    counts = (starts.diff() + WAYPOINT_TOKENS - 1) // WAYPOINT_TOKENS
+    row = torch.repeat_interleave(counts, output_size=num_chunks)
+    chunk = torch.arange(len(row), device=v.device) - (counts.cumsum(0) - counts)[row]
+    found = marks[starts[row] // WAYPOINT_TOKENS + row + chunk - 1]
+    first = torch.zeros_like(found) if initial is None else initial[row].float()
+    found = torch.where(chunk[:, None, None, None] > 0, found, first)
+    return found.view(batch, len(row) // max(batch, 1), *marks.shape[1:])
 
 
 def advance_rows(
@@ -74,15 +109,36 @@ def shape_output(o: Tensor, v: Tensor) -> Tensor:
     return o.view(*v.shape[:2], *o.shape[1:])
 
 
-def lay_out(v: Tensor, cu_seqlens: Tensor | None) -> EngineRows:
-    """Return the rows of the tokens; they have no lines yet."""
+def lay_out(v: Tensor, cu_seqlens: Tensor | None, *, joined: bool = False) -> EngineRows:
+    """Return the rows of the tokens; they have no lines yet. `joined`: offsets may count those of a batch, one sequence
+    behind the other."""
     batch, length = v.shape[:2]
     if cu_seqlens is None:
         return EngineRows(batch, length, length, None, None, None, -1, True, None)
     check_counts("cu_seqlens", cu_seqlens, 1, v.device)
-    if batch != 1:
+    if batch != 1 and not joined:
         raise ValueError(f"q: expected a batch of 1, as cu_seqlens is given, got {batch}")
-    return EngineRows(cu_seqlens.shape[0] - 1, length, 0, cu_seqlens.contiguous(), None, None, -1, True, None)
+    starts = cu_seqlens.contiguous()
+    return EngineRows(starts.shape[0] - 1, batch * length, 0, starts, None, None, -1, True, None)
+
+
+def parse_order(state_v_first: bool | None, transpose_state_layout: bool | None) -> bool:
+    """Return whether a state's values come before its keys, as they do if neither flag is given.
+
+    Warns who called the public function of the older name.
+    """
+    if state_v_first is not None:
+        check_flag("state_v_first", state_v_first)
+    if transpose_state_layout is None:
+        return state_v_first is not False
+    check_flag("transpose_state_layout", transpose_state_layout)
+    if state_v_first:
+        raise ValueError(
+            f"transpose_state_layout: expected None, as state_v_first is True, got {transpose_state_layout}"
+        )
+    # Three below the caller: this function, the public one, and what `operator` puts around that.
+    warnings.warn("transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=4)
+    return transpose_state_layout
 
 
 def state_sizes(inputs: DeltaInputs) -> dict[str, int]:
@@ -90,10 +146,10 @@ def state_sizes(inputs: DeltaInputs) -> dict[str, int]:
     return {"HV": inputs.heads.num_value_heads, "V": inputs.heads.value_dim, "K": inputs.heads.key_dim}
 
 
-def new_states(rows: EngineRows, inputs: DeltaInputs, like: Tensor | None = None) -> Tensor:
-    """Return room for a state per row, `[N, HV, V, K]`, of the dtype of `like` or fp32."""
+def new_states(rows: EngineRows, inputs: DeltaInputs, like: Tensor | None = None, more: int = 0) -> Tensor:
+    """Return room for a state per row, `[N, HV, V, K]`, and `more` behind them, of the dtype of `like` or fp32."""
     dtype = torch.float32 if like is None else like.dtype
-    return torch.empty((rows.num_rows, *state_sizes(inputs).values()), dtype=dtype, device=inputs.device)
+    return torch.empty((rows.num_rows + more, *state_sizes(inputs).values()), dtype=dtype, device=inputs.device)
 
 
 def check_states(name: str, pool: Tensor | None, inputs: DeltaInputs, num_lines: int | None = None) -> Tensor:

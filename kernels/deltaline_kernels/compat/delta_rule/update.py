@@ -7,10 +7,11 @@ from typing import Any, Unpack
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import UnusedSteps, check_flag, check_number, check_unused, parse_bound
+from deltaline_kernels.compat.arguments import UnusedGatedSteps, check_flag, check_number, check_unused, parse_bound
 from deltaline_kernels.compat.delta_inputs import check_counts, pack_biases, pack_delta, pack_rates
-from deltaline_kernels.compat.delta_rule.sequences import check_states, lay_out, run_rule, shape_output
+from deltaline_kernels.compat.delta_rule.sequences import check_states, lay_out, run_rule, shape_output, state_sizes
 from deltaline_kernels.compat.slots import Slots, advance_slots
+from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.operators import operator
 
 # The softplus that the kernels compute.
@@ -21,7 +22,9 @@ def _fake_update(v: Tensor, b: Tensor, **_: Any) -> Tensor:
     return v.new_empty(*v.shape[:2], b.shape[-1], v.shape[3])
 
 
-@operator(_fake_update, mutates=["initial_state_source", "final_state"], unused=partial(check_unused, kind=UnusedSteps))
+@operator(
+    _fake_update, mutates=["initial_state_source", "final_state"], unused=partial(check_unused, kind=UnusedGatedSteps)
+)
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -42,7 +45,8 @@ def fused_sigmoid_gating_delta_rule_update(
     final_state: Tensor | None = None,
     is_kda: bool = False,
     lower_bound: float | None = None,
-    **unused: Unpack[UnusedSteps],
+    disable_state_update: bool = False,
+    **unused: Unpack[UnusedGatedSteps],
 ) -> Tensor:
     """Run the next tokens of each row, one by one, with g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b).
 
@@ -54,13 +58,16 @@ def fused_sigmoid_gating_delta_rule_update(
         lower_bound: of KDA, at most 0: g = lower_bound sigmoid(exp(A_log) (a + dt_bias)).
         softplus_beta, softplus_threshold: softplus(x) = log(1 + exp(beta x)) / beta, or x where beta x is above the
             threshold. Other ones than 1 and 20 cost a few launches more.
-        q, k, v, scale, use_qk_l2norm_in_kernel, cu_seqlens: as for `fused_recurrent_gated_delta_rule`.
-        initial_state_source: `[slots, HV, V, K]`, any of the three dtypes, packed states at any distance. Mutated,
-            unless there is another final_state: the slots of rows with tokens.
+        q, k, v, scale, use_qk_l2norm_in_kernel: as for `fused_recurrent_gated_delta_rule`.
+        cu_seqlens: likewise, but that a batch may be beside it: offsets count its tokens one sequence behind the other.
+        initial_state_source: `[slots, HV, V, K]`, any of the three dtypes, packed states at any distance. One of the
+            shape `[slots, HV, K, V]` has the same memory, in which values come first. Mutated, unless there is another
+            final_state or disable_state_update: the slots of rows with tokens.
         initial_state_indices: `(N,)`, the slot of each row, perhaps more than N. A row with a negative slot is skipped:
             its outputs are zero, no slot is touched. Slot 0 is an ordinary one.
         output_state_indices, final_state: as for `fused_recurrent_gated_delta_rule`.
-        unused: what engines pass, and changes nothing (`UnusedSteps`).
+        disable_state_update: no state is written, wherever it would go.
+        unused: what engines pass, and changes nothing (`UnusedGatedSteps`).
 
     Returns:
         o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row.
@@ -68,22 +75,25 @@ def fused_sigmoid_gating_delta_rule_update(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    check_unused(unused, UnusedSteps)
+    check_unused(unused, UnusedGatedSteps)
     check_number("softplus_beta", softplus_beta, positive=True)
     check_number("softplus_threshold", softplus_threshold)
     check_flag("is_kda", is_kda)
+    check_flag("disable_state_update", disable_state_update)
     if lower_bound is not None and not is_kda:
         raise ValueError(f"lower_bound: expected None, as is_kda is False, got {lower_bound}")
     lower_bound = parse_bound("lower_bound", lower_bound)
     normalize = use_qk_l2norm_in_kernel
     inputs = pack_delta(q, k, v, {"a": a, "b": b}, scale, normalize=normalize, flat_gates=True, keyed=is_kda)
     rates, biases = pack_rates("A_log", A_log, inputs), pack_biases("dt_bias", dt_bias, inputs)
-    rows = lay_out(v, cu_seqlens)
-    pool = check_states("initial_state_source", initial_state_source, inputs)
-    final = None if final_state is None else check_states("final_state", final_state, inputs)
+    rows = lay_out(v, cu_seqlens, joined=True)
+    pool = _take_memory("initial_state_source", initial_state_source, inputs)
+    same = final_state is None or final_state is initial_state_source
+    final = None if same else check_states("final_state", final_state, inputs)
     names = ("initial_state_indices", "output_state_indices")
     check_counts(names[0], initial_state_indices, rows.num_rows, inputs.device)
-    slots = Slots(names[0], pool, initial_state_indices, final, output_state_indices, names[1])
+    keep = not disable_state_update
+    slots = Slots(names[0], pool, initial_state_indices, final, output_state_indices, names[1], keep=keep)
     if lower_bound is not None or (softplus_beta, softplus_threshold) == (SOFTPLUS_BETA, SOFTPLUS_THRESHOLD):
         inputs = replace(inputs, A_log=rates, dt_bias=biases, lower_bound=lower_bound)
     else:
@@ -91,3 +101,11 @@ def fused_sigmoid_gating_delta_rule_update(
         rates = rates.float().exp().repeat_interleave(inputs.heads.num_decays // len(rates))
         inputs = replace(inputs, a=-rates * rise, b=inputs.b.float().sigmoid())
     return shape_output(advance_slots(run_rule, inputs, rows, slots, inputs.empty_output(v.dtype)), v)
+
+
+def _take_memory(name: str, pool: Tensor, inputs: DeltaInputs) -> Tensor:
+    """Check and return a pool, V first in memory, which may be of the shape that it has K first."""
+    HV, V, K = state_sizes(inputs).values()
+    if isinstance(pool, Tensor) and pool.shape[1:] == (HV, K, V) and pool[:1].is_contiguous():
+        pool = pool.view(len(pool), HV, V, K)
+    return check_states(name, pool, inputs)
