@@ -79,7 +79,7 @@ class UnusedScan(TypedDict, total=False):
 
     # How it is computed.
     block_size: int
-    cu_chunk_seqlens: Tensor | None
+    cu_chunk_seqlen: Tensor | None
     last_chunk_indices: Tensor | None
     # Other meanings of the arguments.
     block_idx_first_scheduled_token: None

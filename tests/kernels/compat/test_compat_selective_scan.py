@@ -133,7 +133,7 @@ def test_varlen_scan_matches_the_plain_one(path: Path, by_place: bool) -> None:
     else:
         names: dict[str, Any] = {"A": weights[0], "D": weights[1], "delta_bias": weights[2]}
         y = selective_scan_varlen(
-            ssm_states=own, delta_softplus=True, **there, **names, **index, block_size=1024, initial_state_idx=None
+            ssm_states=own, delta_softplus=True, **there, **names, **index, block_size=1024, cu_chunk_seqlen=None
         )
     assert_close("y", y, want, path.dtype)
     assert_close("states", own, want_pool[:, 0], torch.float16)
