@@ -65,13 +65,20 @@ class UnusedSteps(TypedDict, total=False):
     # How it is computed.
     is_blackwell: bool
     cache_philox_rounds: int
-    cache_steps: int | None
     # Other meanings of the arguments.
     enable_stochastic_rounding: bool
+    retrieve_parent_token: None
+
+
+class UnusedDeltaSteps(UnusedSteps, total=False):
+    """Likewise, to that of a delta rule."""
+
+    # How it is computed.
+    cache_steps: int | None
+    # Other meanings of the arguments.
     disable_state_update: bool
     intermediate_states_buffer: None
     intermediate_state_indices: None
-    retrieve_parent_token: None
 
 
 class UnusedScan(TypedDict, total=False):
@@ -121,7 +128,7 @@ NEUTRAL: Mapping[str, Any] = {
     "disable_state_update": False,
     **{
         name: None
-        for kind in (Unused, UnusedKda, UnusedSteps, UnusedScan, UnusedConv, UnusedConvSteps)
+        for kind in (Unused, UnusedKda, UnusedDeltaSteps, UnusedScan, UnusedConv, UnusedConvSteps)
         for name, hint in kind.__annotations__.items()
         if hint is NoneType
     },

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import UnusedSteps, check_flag, check_number, check_unused, parse_bound
+from deltaline_kernels.compat.arguments import UnusedDeltaSteps, check_flag, check_number, check_unused, parse_bound
 from deltaline_kernels.compat.delta_inputs import check_counts, pack_biases, pack_delta, pack_rates
 from deltaline_kernels.compat.delta_rule.sequences import check_states, lay_out, run_rule, shape_output
 from deltaline_kernels.compat.slots import Slots, advance_slots
@@ -21,7 +21,9 @@ def _fake_update(v: Tensor, b: Tensor, **_: Any) -> Tensor:
     return v.new_empty(*v.shape[:2], b.shape[-1], v.shape[3])
 
 
-@operator(_fake_update, mutates=["initial_state_source", "final_state"], unused=partial(check_unused, kind=UnusedSteps))
+@operator(
+    _fake_update, mutates=["initial_state_source", "final_state"], unused=partial(check_unused, kind=UnusedDeltaSteps)
+)
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -42,7 +44,7 @@ def fused_sigmoid_gating_delta_rule_update(
     final_state: Tensor | None = None,
     is_kda: bool = False,
     lower_bound: float | None = None,
-    **unused: Unpack[UnusedSteps],
+    **unused: Unpack[UnusedDeltaSteps],
 ) -> Tensor:
     """Run the next tokens of each row, one by one, with g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b).
 
@@ -60,7 +62,7 @@ def fused_sigmoid_gating_delta_rule_update(
         initial_state_indices: `(N,)`, the slot of each row, perhaps more than N. A row with a negative slot is skipped:
             its outputs are zero, no slot is touched. Slot 0 is an ordinary one.
         output_state_indices, final_state: as for `fused_recurrent_gated_delta_rule`.
-        unused: what engines pass, and changes nothing (`UnusedSteps`).
+        unused: what engines pass, and changes nothing (`UnusedDeltaSteps`).
 
     Returns:
         o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row.
@@ -68,7 +70,7 @@ def fused_sigmoid_gating_delta_rule_update(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    check_unused(unused, UnusedSteps)
+    check_unused(unused, UnusedDeltaSteps)
     check_number("softplus_beta", softplus_beta, positive=True)
     check_number("softplus_threshold", softplus_threshold)
     check_flag("is_kda", is_kda)
