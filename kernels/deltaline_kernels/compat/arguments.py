@@ -70,29 +70,25 @@ class UnusedSteps(TypedDict, total=False):
     # How it is computed.
     is_blackwell: bool
     cache_philox_rounds: int
-    cache_steps: int | None
     # Other meanings of the arguments.
     enable_stochastic_rounding: bool
-    intermediate_states_buffer: None
-    intermediate_state_indices: None
     retrieve_parent_token: None
 
 
-class UnusedMambaSteps(UnusedSteps, total=False):
-    """Likewise, to that of Mamba."""
-
-    disable_state_update: bool
-
-
-class UnusedGatedSteps(UnusedSteps, total=False):
+class UnusedDeltaSteps(UnusedSteps, total=False):
     """Likewise, to that of the delta rules."""
 
+    # How it is computed.
+    cache_steps: int | None
+    # Other meanings of the arguments.
     cache_ring: bool
     replayssm_rawv: None
     replayssm_rawk: None
     replayssm_g: None
     replayssm_beta: None
     match_cutedsl_decode: bool
+    intermediate_states_buffer: None
+    intermediate_state_indices: None
 
 
 class UnusedScan(TypedDict, total=False):
@@ -100,7 +96,7 @@ class UnusedScan(TypedDict, total=False):
 
     # How it is computed.
     block_size: int
-    cu_chunk_seqlens: Tensor | None
+    cu_chunk_seqlen: Tensor | None
     last_chunk_indices: Tensor | None
     # Other meanings of the arguments.
     block_idx_first_scheduled_token: None
@@ -139,12 +135,11 @@ class UnusedConvSteps(TypedDict, total=False):
 NEUTRAL: Mapping[str, Any] = {
     "head_first": False,
     "enable_stochastic_rounding": False,
-    "disable_state_update": False,
     "cache_ring": False,
     "match_cutedsl_decode": False,
     **{
         name: None
-        for kind in (Unused, UnusedGatedSteps, UnusedScan, UnusedConv, UnusedConvSteps)
+        for kind in (Unused, UnusedDeltaSteps, UnusedScan, UnusedConv, UnusedConvSteps)
         for name, hint in kind.__annotations__.items()
         if hint is NoneType
     },

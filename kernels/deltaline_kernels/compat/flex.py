@@ -17,7 +17,7 @@ from deltaline_kernels.attention.cpu import flex_decode_cpu
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.plan import AttentionHeads
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM
-from deltaline_kernels.compat.arguments import check_operand
+from deltaline_kernels.compat.arguments import check_flag, check_operand
 from deltaline_kernels.operators import operator
 from deltaline_kernels.rows import NUM_FIELDS, Rows
 
@@ -49,6 +49,8 @@ def flex_decoding(
     scale: float | None = None,
     kernel_options: Mapping[str, Any] | None = None,
     return_lse: bool = False,
+    *,
+    enable_gqa: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with every query to all keys, as `flex_attention` does; q_idx counts from 0.
 
@@ -62,6 +64,7 @@ def flex_decoding(
             own mask_mod is a Python function: pass the modifier that means the same.
         scale: None: D ** -0.5.
         kernel_options: accepted and not needed.
+        enable_gqa: False: refuse fewer heads of keys than of queries; they are shared otherwise.
 
     Returns:
         (B, Hq, M, DV); with return_lse also the natural logarithms of the sums, (B, Hq, M) fp32. Queries that see
@@ -72,6 +75,12 @@ def flex_decoding(
             ValueErrors name the argument, what was expected and what was got.
     """
     heads, num_rows, length, num_keys = _check(query, key, value, scale, kernel_options)
+    if enable_gqa is not None:
+        check_flag("enable_gqa", enable_gqa)
+        if not enable_gqa and heads.num_queries != heads.num_keys:
+            raise ValueError(
+                f"enable_gqa: expected True, as query has {heads.num_queries} heads and key {heads.num_keys}, got False"
+            )
     device = query.device
     scores: Sequence[object] = () if score_mod is None else (score_mod,)
     if isinstance(score_mod, Sequence) and not isinstance(score_mod, str):

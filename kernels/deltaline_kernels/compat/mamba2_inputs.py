@@ -1,5 +1,8 @@
 """The tokens that engines pass to the selective state update, checked and packed as a native operation has them."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from deltaline_kernels.checks import MAX_HEAD_DIM
@@ -58,6 +61,14 @@ def pack_update(
         return MambaInputs(xBC, steps, rates, skip, bias, heads, log_rate=False, softplus=softplus)
     gates, skips, biases = (None if part is None else part.flatten(-2) for part in (z, D, dt_bias))
     return pack_scan(x.flatten(1), dt.flatten(1), A.flatten(0, 1), B, C, skips, gates, biases, softplus=softplus)
+
+
+def join_tokens(parts: Mapping[str, Tensor | None], sizes: Mapping[str, int | None]) -> list[Any]:
+    """Check `(batch, T, ...)` parts of these sizes; return them as `(batch * T, ...)`, and None as it is."""
+    for name, part in parts.items():
+        if part is not None:
+            check_operand(name, part, sizes)
+    return [None if part is None else part.flatten(0, 1) for part in parts.values()]
 
 
 def _is_tied(values: Tensor, dims: int) -> bool:

@@ -1,6 +1,8 @@
 """Experts as vLLM calls them: `fused_experts`, of tokens whose experts are chosen."""
 
 from collections.abc import Sequence
+from enum import Enum
+from types import NoneType
 from typing import Any
 
 import torch
@@ -11,12 +13,15 @@ from deltaline_kernels.compat.arguments import INTEGERS, check_flag, check_opera
 from deltaline_kernels.moe import run_experts
 from deltaline_kernels.operators import operator
 
+# Whether weights are in e4m3, the scales of w1, of w2 and of tokens, and the sizes of a block.
+Quantisation = tuple[bool, Tensor | None, Tensor | None, tuple[object, object], Sequence[int] | None]
+
 
 def _fake(hidden_states: Tensor, inplace: bool, **_: Any) -> Tensor:
     return hidden_states if inplace else hidden_states.new_empty(hidden_states.shape)
 
 
-@operator(_fake, mutates=["hidden_states"])
+@operator(_fake, mutates=["hidden_states"], only={"activation": str, "quant_config": NoneType})
 def fused_experts(
     hidden_states: Tensor,
     w1: Tensor,
@@ -24,10 +29,11 @@ def fused_experts(
     topk_weights: Tensor,
     topk_ids: Tensor,
     inplace: bool = False,
-    activation: str = "silu",
+    activation: str | Enum = "silu",
     apply_router_weight_on_input: bool = False,
     global_num_experts: int = -1,
     expert_map: Tensor | None = None,
+    quant_config: Any = None,
     *,
     use_fp8_w8a8: bool = False,
     w1_scale: Tensor | None = None,
@@ -40,13 +46,17 @@ def fused_experts(
 
     Args:
         hidden_states: `[T, H]` bf16, fp16 or fp32, of any strides. Mutated with `inplace`, which returns it.
-        w1: `[E, 2 I, H]`, gate above up. w2: `[E, H, I]`. Both contiguous and in hidden_states.dtype, or in e4m3.
+        w1: `[E, 2 I, H]`, gate above up. w2: `[E, H, I]`. Both in hidden_states.dtype, or in e4m3. One that is not
+            contiguous, as padded weights are, is copied with each call.
         topk_weights: `[T, C]` fp32, bf16 or fp16. topk_ids: `[T, C]` int32 or int64; below 0 or beyond the last
             expert: none.
-        activation: "silu", the only one that is offered. apply_router_weight_on_input: False alone.
+        activation: "silu", or an enum of that value, the only one that is offered. apply_router_weight_on_input: False
+            alone.
         global_num_experts: of all processes, -1 for E; needed nowhere.
         expert_map: `[experts of all processes]` int32 or int64, which of w1 and w2 an expert is, -1 for none of
             them; None: they are those that `topk_ids` names.
+        quant_config: vLLM's FusedMoEQuantConfig, which says in place of the arguments below how the weights are
+            quantised: not at all, or as with use_fp8_w8a8. Of biases and limits it has none.
         use_fp8_w8a8: w1 and w2 are in e4m3, in blocks of block_shape, (128, 128), that w1_scale
             `[E, 2 I / 128, ceil(H / 128)]` and w2_scale `[E, ceil(H / 128), I / 128]` fp32 are to be multiplied with.
             Tokens keep their 16 bits, so that a1_scale and a2_scale are None.
@@ -61,6 +71,7 @@ def fused_experts(
     sizes = {"experts": None, "out": None, "in": None}
     for name, weight in (("w1", w1), ("w2", w2)):
         check_operand(name, weight, sizes, (*ACTIVATIONS, FP8), device, "hidden_states")
+    activation = activation.value if isinstance(activation, Enum) else activation
     if activation != "silu":
         raise ValueError(f"activation: expected 'silu', the only one that is offered, got {describe(activation)}")
     if apply_router_weight_on_input:
@@ -75,11 +86,30 @@ def fused_experts(
     if experts.dtype != torch.int32:
         # What is no expert here stays none when it is narrowed.
         experts = experts.clamp(-1, w1.shape[0]).to(torch.int32)
-    scales = _check_scales(w2, use_fp8_w8a8, w1_scale, w2_scale, (a1_scale, a2_scale), block_shape)
-    x = hidden_states.contiguous()
+    told: Quantisation = (use_fp8_w8a8, w1_scale, w2_scale, (a1_scale, a2_scale), block_shape)
+    if quant_config is not None:
+        if use_fp8_w8a8:
+            raise ValueError("use_fp8_w8a8: expected False beside quant_config, got True")
+        told = _read_config(quant_config)
+    scales = _check_scales(w2, *told)
+    x, w1, w2 = hidden_states.contiguous(), w1.contiguous(), w2.contiguous()
     routes = topk_weights.float().contiguous(), experts.contiguous()
     out = run_experts(x, w1, w2, *routes, gate_up_scales=scales[0], down_scales=scales[1])
     return hidden_states.copy_(out) if inplace else out
+
+
+def _read_config(config: Any) -> Quantisation:
+    """Return what a FusedMoEQuantConfig says of weights. Raises as `fused_experts`."""
+    if not hasattr(config, "quant_dtype"):
+        raise TypeError(f"quant_config: expected a FusedMoEQuantConfig, got {describe(config)}")
+    for name in ("w1_bias", "w2_bias", "gemm1_clamp_limit"):
+        if (value := getattr(config, name, None)) is not None:
+            raise ValueError(f"quant_config: expected {name} None, the only one offered, got {describe(value)}")
+    if config.quant_dtype is None:
+        return False, None, None, (None, None), None
+    if not config.use_fp8_w8a8:
+        raise ValueError(f"quant_config: expected weights in e4m3 or not quantised, got {config.quant_dtype}")
+    return True, config.w1_scale, config.w2_scale, (config.a1_scale, config.a2_scale), config.block_shape
 
 
 def _check_scales(

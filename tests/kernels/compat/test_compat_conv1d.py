@@ -343,6 +343,18 @@ def test_any_strides_of_x_give_the_same_update(exact_path: Path) -> None:
     assert torch.equal(causal_conv1d_update(x[:, :, 0], before.clone(), weight), first)
 
 
+def test_any_strides_of_packed_x_give_the_same_outputs_in_its_order(exact_path: Path) -> None:
+    where = exact_path.device
+    weight, before = normal(DIM, 4).to(where), normal(NUM_LINES, 3, DIM).transpose(1, 2).to(where)
+    starts, lines, history = ints(0, 2, 7).to(where), ints(3, 1).to(where), torch.tensor([True, False]).to(where)
+    wide = normal(DIM + 4, 14).to(where)
+    for x in (wide[2:-2, :7], wide[2:-2, ::2], normal(7, 2 * DIM).to(where).t()[::2]):
+        states, same = before.clone(), before.clone()
+        want = causal_conv1d_fn(x.t().contiguous().t(), weight, None, same, starts, lines, history)
+        got = causal_conv1d_fn(x, weight, None, states, starts, lines, history)
+        assert got.stride() == torch.empty_like(x).stride() and torch.equal(got, want) and torch.equal(states, same)
+
+
 @pytest.mark.gpu
 def test_functions_run_in_a_cuda_graph() -> None:
     """Both read their index tensors on the device: a replay follows what they hold by then."""

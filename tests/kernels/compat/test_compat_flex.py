@@ -107,6 +107,12 @@ def test_flex_matches_flex_attention(path: Path, sizes: dict[str, int]) -> None:
     inputs.check(path, lambda s, b, h, q, kv: 3 * torch.tanh(s / 3), is_causal, score_mod=cap, mask_mod="causal")
 
 
+def test_flex_takes_the_flag_of_shared_heads(exact_path: Path) -> None:
+    make(exact_path).check(exact_path, enable_gqa=True)
+    for flag in (True, False):
+        make(exact_path, HQ=2).check(exact_path, enable_gqa=flag)
+
+
 def test_flex_takes_scores_in_turn_and_a_scale(path: Path) -> None:
     inputs = make(path)
     slopes = torch.tensor([0.5, 0.1, 0.02, 0.3])
@@ -245,6 +251,8 @@ def test_flex_names_the_wrong_argument() -> None:
         (ValueError, "value: ", {"value": v[:, :, 1:]}),
         (TypeError, "scale: ", {"scale": "1"}),
         (TypeError, "kernel_options: ", {"kernel_options": 3}),
+        (ValueError, "enable_gqa: expected True, as query has 4 heads and key 2, got False", {"enable_gqa": False}),
+        (TypeError, "enable_gqa: expected True or False", {"enable_gqa": 1}),
     ]
     for kind, message, changes in wrong:
         with pytest.raises(kind, match=rf"^{message}"):

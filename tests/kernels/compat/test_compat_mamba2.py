@@ -10,7 +10,7 @@ import pytest
 import torch
 from rigs.kernels.draws import normal
 from rigs.kernels.field_mamba2 import Tokens
-from rigs.kernels.field_recurrence import field_slots, field_table
+from rigs.kernels.field_recurrence import field_moves, field_slots, field_table
 from rigs.kernels.graphs import check_replay, no_waits
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
@@ -86,6 +86,15 @@ TABLES = {
     "states-of-fp16": Case([3, 2], [[4, 1, 7], [2, 5, 0]], [1, 3], states=torch.float16),
     "gated": Case([2, 1], [[4, 1], [2, 5]], [2, 1], gate=True),
 }
+# Rows of several tokens each, in a dimension of their own.
+SEVERAL = {
+    "several": Case([3] * 3, [4, 0, 7], dense=True),
+    "without-indices": Case([2] * 3, dense=True),
+    "apart": Case([3] * 2, [4, 1], dense=True, packed=False),
+    "padding-with-a-gate": Case([2] * 3, [-1, 4, -1], dense=True, gate=True),
+    "states-of-bf16": Case([5] * 2, [4, 2], dense=True, states=torch.bfloat16, heads=(2, 4, 12, 24)),
+    "outputs-of-fp32": Case([3] * 2, [4, 2], dense=True, out=torch.float32),
+}
 
 
 def make_call(case: Case, path: Path) -> tuple[Tokens, dict[str, Any]]:
@@ -149,6 +158,12 @@ def make_call(case: Case, path: Path) -> tuple[Tokens, dict[str, Any]]:
     return host, told
 
 
+def by_row(told: dict[str, Any], length: int) -> dict[str, Any]:
+    """Return the keywords with so many tokens of each row in a dimension of their own."""
+    names = {"x", "dt", "B", "C", "z", "out"} & told.keys()
+    return told | {name: told[name].unflatten(0, (-1, length)) for name in names}
+
+
 def make_states(case: Case, used: Sequence[int]) -> Tensor:
     """Return states of slots that are NaN but where they are used."""
     _, H, P, S = case.heads
@@ -193,6 +208,50 @@ def test_update_of_a_table_matches_the_reference(path: Path, name: str) -> None:
     check(selective_state_update(pool, **told), want, told, pool, want_pool)
 
 
+@pytest.mark.parametrize("name", SEVERAL)
+def test_update_of_several_tokens_matches_the_reference(path: Path, name: str) -> None:
+    case = SEVERAL[name]
+    tokens, told = make_call(case, path)
+    told = by_row(told, case.lengths[0])
+    slots = list(range(len(case.lengths))) if case.slots is None else case.slots
+    want_pool = make_states(case, slots)
+    pool = want_pool.to(path.device, copy=True)
+    want = field_slots(tokens, case.starts, want_pool, slots, case.pad).view(told["x"].shape)
+    check(selective_state_update(pool, **told), want, told, pool, want_pool)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("entries", [None, [0, 3, 5]])
+def test_states_of_each_token_go_to_a_buffer(path: Path, entries: list[int] | None, keeps: bool) -> None:
+    """And to their slots, or not. What is no slot may be an entry."""
+    case = Case([3] * 3, [4, 0, 2], dense=True, pad=0, states=torch.bfloat16, gate=True)
+    tokens, told = make_call(case, path)
+    told = by_row(told, 3) | {"cache_steps": 4, "disable_state_update": not keeps}
+    if entries is not None:
+        told["intermediate_state_indices"] = torch.tensor(entries, device=path.device)
+    before = make_states(case, [4, 2])
+    wanted = torch.full((6, 4, *before.shape[1:]), torch.nan)
+    places = [[4 * entry + t for t in range(3)] for entry in entries or case.slots]
+    want = field_moves(tokens, case.starts, before, [4, -1, 2], wanted.flatten(0, 1), places, each=True)
+    pool, buffer = before.to(path.device, copy=True), torch.full_like(wanted, torch.nan, device=path.device)
+    y = selective_state_update(pool, **told, intermediate_states_buffer=buffer)
+    assert_close("buffer", buffer, wanted, torch.float32)
+    if keeps:
+        field_slots(tokens, case.starts, before, case.slots, case.pad)
+    check(y, want.view(y.shape), told, pool, before)
+
+
+@pytest.mark.parametrize("slots", [None, [4, 4, 2]])
+def test_states_are_not_updated_on_request(path: Path, slots: list[int] | None) -> None:
+    """Rows may share a state then."""
+    case = Case([1] * 3, slots, dense=True)
+    tokens, told = make_call(case, path)
+    states = make_states(case, range(NUM_SLOTS))
+    pool = states.to(path.device, copy=True)
+    want = field_moves(tokens, case.starts, states, slots or [0, 1, 2], states, [[-1]] * 3, each=False)
+    check(selective_state_update(pool, **told, disable_state_update=True), want, told, pool, states)
+
+
 def test_engines_names_are_taken(path: Path) -> None:
     """vLLM's name of the slot of padding, and what vLLM and SGLang pass that changes nothing; compiled, too."""
     case = replace(CASES["padding"], slots=[0, 4, 0, 0, 2])
@@ -220,6 +279,8 @@ def test_arguments_are_named_when_they_are_wrong() -> None:
     _, good = make_call(CASES["ragged"], Path("cpu", torch.float32))
     good["state"] = make_states(CASES["ragged"], range(NUM_SLOTS))
     T, H, P = good["x"].shape
+    buffer = {"intermediate_states_buffer": torch.zeros(9, 5, *good["state"].shape[1:])}
+    selective_state_update(**{**good, **buffer, "state": good["state"].clone()})
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (TypeError, "x", {"x": good["x"].double()}),
         (ValueError, "dt", {"dt": good["dt"][..., :1]}),
@@ -243,6 +304,16 @@ def test_arguments_are_named_when_they_are_wrong() -> None:
         (ValueError, "enable_stochastic_rounding", {"enable_stochastic_rounding": True}),
         (ValueError, "intermediate_states_buffer", {"intermediate_states_buffer": good["state"]}),
         (TypeError, "is_kimi", {"is_kimi": False}),
+        (ValueError, "retrieve_parent_token", {"retrieve_parent_token": torch.zeros(4, 1)}),
+        (ValueError, "cu_seqlens", by_row(good, T)),
+        (ValueError, "B", by_row(good, T) | {"B": good["B"], "cu_seqlens": None}),
+        (ValueError, "out", by_row(good, T) | {"out": good["x"], "cu_seqlens": None}),
+        (TypeError, "disable_state_update", {"disable_state_update": 1}),
+        (ValueError, "final_state", {"disable_state_update": True, "final_state": good["state"]}),
+        (ValueError, "num_accepted_tokens", buffer | {"num_accepted_tokens": torch.ones(4)}),
+        (ValueError, "state_batch_indices", buffer | {"state_batch_indices": None}),
+        (ValueError, "intermediate_states_buffer", buffer | {"cache_steps": 3}),
+        (ValueError, "intermediate_state_indices", buffer | {"intermediate_state_indices": torch.arange(3)}),
     ]
     for error, name, change in wrong:
         with pytest.raises(error, match=f"^{name}: expected"):

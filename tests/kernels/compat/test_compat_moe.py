@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rigs.kernels.expert_batches import Batch, make_batch
 from rigs.kernels.paths import Path
 from rigs.kernels.recurrence_checks import same_bits
@@ -32,6 +35,35 @@ def test_weights_in_fp8_have_their_scales_by_name(path: Path) -> None:
     batch = make_batch(path, 9, 2, 5, 256, 128).in_fp8()
     told = {"use_fp8_w8a8": True, "w1_scale": batch.gate_up_scales, "w2_scale": batch.down_scales}
     assert same_bits(call(batch, **told, block_shape=[128, 128]), run_experts(**vars(batch)))
+
+
+class Activation(Enum):
+    """As vLLM's has it."""
+
+    SILU = "silu"
+    GELU = "gelu"
+
+
+def config(dtype: torch.dtype | None = None, **told: Any) -> SimpleNamespace:
+    """Return the attributes of vLLM's FusedMoEQuantConfig that say how weights of one dtype are quantised."""
+    names = ("w1_scale", "w2_scale", "a1_scale", "a2_scale", "block_shape", "w1_bias", "w2_bias", "gemm1_clamp_limit")
+    is_fp8 = dtype == torch.float8_e4m3fn
+    return SimpleNamespace(**dict.fromkeys(names) | {"quant_dtype": dtype, "use_fp8_w8a8": is_fp8} | told)
+
+
+def test_a_config_says_what_else_is_said_by_name(path: Path) -> None:
+    batch = make_batch(path, 9, 2, 5, 256, 128)
+    assert same_bits(call(batch, quant_config=config(), activation=Activation.SILU), run_experts(**vars(batch)))
+    batch = batch.in_fp8()
+    told = {"w1_scale": batch.gate_up_scales, "w2_scale": batch.down_scales, "block_shape": [128, 128]}
+    given = call(batch, quant_config=config(torch.float8_e4m3fn, **told))
+    assert same_bits(given, run_experts(**vars(batch)))
+
+
+def test_weights_may_be_padded(path: Path) -> None:
+    batch = make_batch(path, 9, 2, 5)
+    gate_up, down = (F.pad(weight, (0, 128))[..., :-128] for weight in (batch.gate_up, batch.down))
+    assert same_bits(call(replace(batch, gate_up=gate_up, down=down)), run_experts(**vars(batch)))
 
 
 def test_in_place_it_overwrites_the_tokens(path: Path) -> None:
@@ -68,6 +100,11 @@ def test_wide_numbers_that_are_no_expert_stay_none(path: Path) -> None:
         ({"use_fp8_w8a8": True}, "block_shape: expected [128, 128], got None"),
         ({"use_fp8_w8a8": True, "block_shape": 128}, "block_shape: expected [128, 128], got 128"),
         ({"use_fp8_w8a8": True, "block_shape": [128, 128]}, "w2: expected a multiple of 128"),
+        ({"activation": Activation.GELU}, "activation: expected 'silu', the only one"),
+        ({"quant_config": config(torch.int8)}, "quant_config: expected weights in e4m3 or not quantised"),
+        ({"quant_config": config(w1_bias=torch.ones(1))}, "quant_config: expected w1_bias None"),
+        ({"quant_config": config(torch.float8_e4m3fn)}, "block_shape: expected [128, 128], got None"),
+        ({"quant_config": config(), "use_fp8_w8a8": True}, "use_fp8_w8a8: expected False beside quant_config"),
         ({"a1_scale": torch.ones(1)}, "a1_scale: expected None, as tokens are not quantised"),
         ({"expert_map": torch.zeros(0, dtype=torch.int32)}, "expert_map: expected at least 1 expert, got none"),
         ({"ids": torch.zeros(3, 1, dtype=torch.int32)}, "topk_ids: expected shape"),
@@ -76,6 +113,11 @@ def test_wide_numbers_that_are_no_expert_stay_none(path: Path) -> None:
 def test_other_meanings_are_refused(told: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         call(make_batch(Path("cpu", torch.float32), 3, 2, 4), **told)
+
+
+def test_a_config_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^quant_config: expected a FusedMoEQuantConfig, got 'fp8'"):
+        call(make_batch(Path("cpu", torch.float32), 3, 2, 4), quant_config="fp8")
 
 
 @pytest.mark.parametrize(("name", "place"), [("w1", "gate_up"), ("w2", "down")])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from rigs.kernels.draws import ints, normal
 from rigs.kernels.field_mamba1 import Tokens
-from rigs.kernels.field_recurrence import field_rows, field_slots, field_table
+from rigs.kernels.field_recurrence import field_moves, field_rows, field_slots, field_table
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
 from torch import Tensor
@@ -133,7 +133,7 @@ def test_varlen_scan_matches_the_plain_one(path: Path, by_place: bool) -> None:
     else:
         names: dict[str, Any] = {"A": weights[0], "D": weights[1], "delta_bias": weights[2]}
         y = selective_scan_varlen(
-            ssm_states=own, delta_softplus=True, **there, **names, **index, block_size=1024, initial_state_idx=None
+            ssm_states=own, delta_softplus=True, **there, **names, **index, block_size=1024, cu_chunk_seqlen=None
         )
     assert_close("y", y, want, path.dtype)
     assert_close("states", own, want_pool[:, 0], torch.float16)
@@ -230,6 +230,21 @@ def test_update_of_offsets_and_tables(path: Path, heads: int) -> None:
     assert_close("y", y, want.view(y.shape), path.dtype)
     assert_close("state", target[1], last[0].view(target[1].shape), torch.float32)
     assert torch.equal(before.cpu(), states.view(before.shape)) and bool(target[[0, 2, 3, 4, 5]].isnan().all())
+
+
+def test_update_of_several_tokens_and_a_state_of_each(path: Path) -> None:
+    """SGLang's forms: tokens in a dimension of their own, a buffer of states."""
+    tokens, told = update_of(path, 4, heads=2, dim=5, G=1, S=8)
+    told |= {name: told[name].unflatten(0, (2, 2)) for name in ("x", "dt", "B", "C", "z")}
+    states = normal(6, *tokens.A.shape, seed=9)
+    steps = torch.full((3, 2, *tokens.A.shape), torch.nan)
+    want = field_moves(tokens, [0, 2, 4], states, [4, 2], steps.flatten(0, 1), [[2, 3], [4, 5]], each=True)
+    own, buffer = states.to(path.device, copy=True), torch.full_like(steps, torch.nan, device=path.device)
+    index = on(path, {"state_batch_indices": ints(4, 2), "intermediate_state_indices": ints(1, 2)})
+    y = selective_state_update(own, **told, **index, intermediate_states_buffer=buffer, disable_state_update=True)
+    assert_close("y", y, want.view(y.shape), path.dtype)
+    assert_close("states", buffer, steps, torch.float32)
+    assert torch.equal(own.cpu(), states)
 
 
 @pytest.mark.parametrize("has_z", [False, True])

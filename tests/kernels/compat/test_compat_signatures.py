@@ -24,7 +24,7 @@ SIGNATURES = {
     "output_final_state=False use_qk_l2norm_in_kernel=False use_gate_in_kernel=False use_beta_sigmoid_in_kernel=False "
     "allow_neg_eigval=False lower_bound=None state_v_first=False cu_seqlens=None",
     compat.fused_experts: "hidden_states w1 w2 topk_weights topk_ids inplace=False activation=silu "
-    "apply_router_weight_on_input=False global_num_experts=-1 expert_map=None",
+    "apply_router_weight_on_input=False global_num_experts=-1 expert_map=None quant_config=None",
     compat.fused_recurrent_gated_delta_rule: "q k v g beta=None scale=None initial_state=None inplace_final_state=True "
     "cu_seqlens=None ssm_state_indices=None num_accepted_tokens=None use_qk_l2norm_in_kernel=False",
     compat.fused_sigmoid_gating_delta_rule_update: "A_log a dt_bias softplus_beta softplus_threshold q k v b "

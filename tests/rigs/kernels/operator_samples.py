@@ -268,6 +268,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         conv_sequences,
         lambda path: {"x": draw(path, 2, DIM, 3), "weight": draw(path, DIM, 4), "use_cache": True},
         lambda path: conv_batch(path, seq_idx=ints(path, 0, 0, 1, 1, 2, -1).view(2, 3)),
+        lambda path: conv_sequences(path) | {"x": draw(path, DIM, 5)},
         lambda path: conv_batch(path, return_final_states=True),
         lambda path: conv_batch(path, return_final_states=True, final_states_out=draw(path, 2, DIM, 3)),
         lambda path: without(
@@ -384,6 +385,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         selective_update,
         lambda path: selective_update(path, out=torch.float32),
         lambda path: elsewhere(selective_update(path), "state", dst_state_batch_indices=ints(path, 2, 0)),
+        lambda path: selective_update(path) | {"intermediate_states_buffer": draw(path, 5, 2, 2, 1, 1)},
     ],
     "silu_and_mul": [lambda path: {"gate_up": draw(path, 3, 16)}],
     "spread_slots": [

@@ -29,7 +29,7 @@ from deltaline_kernels.compat.arguments import (
 from deltaline_kernels.compat.conv1d.batch import convolve_batch
 from deltaline_kernels.compat.conv1d.by_device import convolve
 from deltaline_kernels.compat.conv1d.circles import take_turn
-from deltaline_kernels.compat.conv1d.tokens import pack_columns, pack_tokens, pick_lines, unpack_tokens
+from deltaline_kernels.compat.conv1d.tokens import pack_columns, pack_tokens, pick_lines, unpack_columns, unpack_tokens
 from deltaline_kernels.compat.rows import check_contents
 from deltaline_kernels.operators import operator
 
@@ -50,7 +50,7 @@ def _fake_fn(
     x: Tensor, weight: Tensor, return_final_states: bool, final_states_out: Tensor | None, **_: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     if x.ndim != 3:
-        return x.new_empty(x.shape[1], x.shape[0]).t()
+        return unpack_columns(x.new_empty(x.shape[1], x.shape[0]), x)
     if not return_final_states:
         return _fake_batch(x)
     final = x.new_empty(x.shape[0], weight.shape[1] - 1, x.shape[1]).transpose(1, 2)
@@ -97,9 +97,9 @@ def causal_conv1d_fn(
     for a batch without conv_states, whose place they take.
 
     Args:
-        x: `(dim, tokens)`, x.stride(0) == 1, packed; or `(batch, dim, tokens)`, a sequence each, of which other strides
-            than those of contiguous `[tokens, dim]` rows cost a copy. fp32, bf16 or fp16; rounded to the states' dtype
-            before its use.
+        x: `(dim, tokens)`, packed; or `(batch, dim, tokens)`, a sequence each. Other strides than those of
+            `[tokens, dim]` rows with contiguous channels cost a copy, and one more of packed outputs. fp32, bf16 or
+            fp16; rounded to the states' dtype before its use.
         weight: `(dim, width)`, width 2..6. bias: `(dim,)` or None. Any of the three dtypes each.
         conv_states: `(lines, dim, >= width-1)`, or None for no states. The channels of a column are contiguous, as in a
             transposed view of `[lines, columns, dim]`, which is faster, or the columns of a channel; lines are any
@@ -110,7 +110,8 @@ def causal_conv1d_fn(
         has_initial_state: `(>= N,)` bool, whether the line's columns 0..width-2 precede a sequence; None: never.
         activation: True, "silu" or "swish"; None or False for none; "auto" is SiLU for packed x, as in vLLM, and none
             for a batch, as in causal-conv1d.
-        metadata, use_cache: not needed. validate_data: check what the index tensors say; waits for the device.
+        metadata, use_cache: not needed. validate_data: check what the index tensors say, which waits for the device,
+            and refuse packed x whose channels are not contiguous, as vLLM and SGLang do.
         null_block_id: takes the place of `pad_slot_id` where it is given; line 0 is an ordinary one unless it is 0.
         seq_idx: `(batch, tokens)` int32 or int64, the sequence of each token: one begins where the number changes, and
             tokens below 0 are padding, whose outputs are zero. It costs a sort of all tokens and a search in them.
@@ -146,7 +147,7 @@ def causal_conv1d_fn(
     if is_batch:
         tokens, num_rows, length = pack_tokens(x, None)
     else:
-        tokens, length = pack_columns(x), 0
+        tokens, length = pack_columns(x, validate=validate_data), 0
     num_tokens, dim = tokens.shape
     device = x.device
     check_filter(weight, bias, dim, device)
@@ -174,7 +175,7 @@ def causal_conv1d_fn(
         check_contents(rows, "cache_indices", num_tokens, num_lines, columns, width)
     y = torch.empty((num_tokens, dim), dtype=x.dtype, device=device)
     convolve(tokens, weight.t(), bias, lines, rows, y, silu)
-    return unpack_tokens(y, x) if is_batch else y.t()
+    return unpack_tokens(y, x) if is_batch else unpack_columns(y, x)
 
 
 @operator(
@@ -214,7 +215,8 @@ def causal_conv1d_update(
             strides than those of contiguous `[tokens, dim]` rows cost a copy.
         conv_state: `(lines, dim, >= width-1)` of the strides that `causal_conv1d_fn` takes; speculative: >= width-2+n
             columns.
-        weight, bias, validate_data: as for `causal_conv1d_fn`. activation: likewise, but for "auto".
+        weight, bias: as for `causal_conv1d_fn`. activation: likewise, but for "auto". validate_data: check what the
+            index tensors say; waits for the device.
         conv_state_indices: `(>= batch,)`, the line of each row; None: row i has line i. Or a table `(>= batch,
             blocks)`: row i reads line table[i, initial_state_idx[i]] and writes
             table[i, block_idx_last_scheduled_token[i]], both of as many rows; without the two, column 0. A row with a

@@ -6,15 +6,26 @@ from torch import Tensor
 from deltaline_kernels.compat.arguments import INTEGERS, EngineRows, check_indices, check_operand
 
 
-def pack_columns(x: Tensor) -> Tensor:
-    """Return packed x `(dim, tokens)` as `[T, D]`."""
+def pack_columns(x: Tensor, *, validate: bool) -> Tensor:
+    """Return packed x `(dim, tokens)` as `[T, D]` with contiguous channels, a copy unless x has them."""
     check_operand("x", x, {"dim": None, "tokens": None})
-    if x.shape[0] > 1 and x.stride(0) != 1:
+    if _has_contiguous_channels(x):
+        return x.t()
+    if validate:
         raise ValueError(
             "x: expected contiguous channels (x.stride(0) == 1), as in the transpose of a [tokens, dim] tensor, "
             f"got strides {x.stride()}"
         )
-    return x.t()
+    return x.t().contiguous()
+
+
+def unpack_columns(y: Tensor, x: Tensor) -> Tensor:
+    """Return y `[T, D]` as packed x is, with its order of memory."""
+    return y.t() if _has_contiguous_channels(x) else torch.empty_like(x).copy_(y.t())
+
+
+def _has_contiguous_channels(x: Tensor) -> bool:
+    return x.shape[0] <= 1 or x.stride(0) == 1
 
 
 def pack_tokens(x: Tensor, query_start_loc: Tensor | None) -> tuple[Tensor, int, int]:

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import UnusedGatedSteps, check_flag, check_number, check_unused, parse_bound
+from deltaline_kernels.compat.arguments import UnusedDeltaSteps, check_flag, check_number, check_unused, parse_bound
 from deltaline_kernels.compat.delta_inputs import check_counts, pack_biases, pack_delta, pack_rates
 from deltaline_kernels.compat.delta_rule.sequences import check_states, lay_out, run_rule, shape_output, state_sizes
 from deltaline_kernels.compat.slots import Slots, advance_slots
@@ -23,7 +23,7 @@ def _fake_update(v: Tensor, b: Tensor, **_: Any) -> Tensor:
 
 
 @operator(
-    _fake_update, mutates=["initial_state_source", "final_state"], unused=partial(check_unused, kind=UnusedGatedSteps)
+    _fake_update, mutates=["initial_state_source", "final_state"], unused=partial(check_unused, kind=UnusedDeltaSteps)
 )
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
@@ -46,7 +46,7 @@ def fused_sigmoid_gating_delta_rule_update(
     is_kda: bool = False,
     lower_bound: float | None = None,
     disable_state_update: bool = False,
-    **unused: Unpack[UnusedGatedSteps],
+    **unused: Unpack[UnusedDeltaSteps],
 ) -> Tensor:
     """Run the next tokens of each row, one by one, with g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b).
 
@@ -67,7 +67,7 @@ def fused_sigmoid_gating_delta_rule_update(
             its outputs are zero, no slot is touched. Slot 0 is an ordinary one.
         output_state_indices, final_state: as for `fused_recurrent_gated_delta_rule`.
         disable_state_update: no state is written, wherever it would go.
-        unused: what engines pass, and changes nothing (`UnusedGatedSteps`).
+        unused: what engines pass, and changes nothing (`UnusedDeltaSteps`).
 
     Returns:
         o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row.
@@ -75,7 +75,7 @@ def fused_sigmoid_gating_delta_rule_update(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    check_unused(unused, UnusedGatedSteps)
+    check_unused(unused, UnusedDeltaSteps)
     check_number("softplus_beta", softplus_beta, positive=True)
     check_number("softplus_threshold", softplus_threshold)
     check_flag("is_kda", is_kda)
