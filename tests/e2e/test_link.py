@@ -23,6 +23,7 @@ from deltaline import link
 from deltaline.v1.admin_service_pb2 import GetServerInfoRequest
 from deltaline_cli import health, main
 from deltaline_client import (
+    AsyncClient,
     Client,
     DeadlineExceeded,
     Disconnected,
@@ -38,6 +39,7 @@ from deltaline_client._transport.link.connect import Where, connect
 from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.transport import Transport
 from deltaline_server.app import Server
+from deltaline_server.front import layer_service
 from deltaline_server.front.link.call import Call as ServerCall
 
 
@@ -110,6 +112,24 @@ def test_a_stream_outlives_its_window(driven: Driven, linked: Server) -> None:
         driven.do(sequence.decode(tokens(1, seed)))
     assert by_link(linked) == 1
     driven.do(client.disconnect())
+
+
+async def test_steps_that_wait_to_be_taken_leave_replies_their_room(
+    make_server: Callable[..., Server], link_option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server takes a step at a time, and more of them are sent than link memory has room for."""
+    monkeypatch.setattr(layer_service, "STREAM_BYTES", 1)
+    monkeypatch.setattr(link, "REPLY_BYTES", 1 << 20)
+    num_tokens = 1024
+    async with (
+        make_server(link=link_option, inline_limit_bytes=num_tokens * HIDDEN * 4),
+        AsyncClient(f"link:{link_option}") as client,
+        asyncio.timeout(60),
+    ):
+        sequences, prompt = await client.open_many(4), tokens(4 * num_tokens)
+        outputs = await asyncio.gather(*(one.prefill(prompt, output="all") for one in sequences))
+    for output in outputs:
+        np.testing.assert_allclose(output, outputs[0], rtol=1e-4, atol=1e-5)
 
 
 def test_an_upload_goes_by_the_link(driven: Driven, linked: Server) -> None:

@@ -28,7 +28,7 @@ from deltaline_server.scheduling.observer import Observer
 
 # Calls of a front end at a time: they are those of all its clients.
 MAX_FRONT_END_CALLS = 16_384
-# The part of a front end's memory that requests may keep for their replies.
+# The part of a front end's memory for requests that these may keep for their replies.
 KEPT_PART = 4
 
 _log = logging.getLogger(__name__)
