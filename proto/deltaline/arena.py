@@ -37,18 +37,20 @@ class _Block:
 class Arena:
     """Hands out arrays in a mapping, each at a multiple of ALIGNMENT. Safe to use from several threads."""
 
-    def __init__(self, mapping: mmap.mmap) -> None:
+    def __init__(self, mapping: mmap.mmap, begin: int = 0, end: int | None = None) -> None:
+        """begin, end: of the part that it hands out, the first a multiple of ALIGNMENT; None for the mapping's end."""
         self._memory: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
         self._address = _address(self._memory)
         # Free ranges (begin, end), sorted, none touching the next.
-        self._free: list[tuple[int, int]] = [(0, len(self._memory) // ALIGNMENT * ALIGNMENT)]
+        end = len(self._memory) if end is None else end
+        self._free: list[tuple[int, int]] = [(begin, end // ALIGNMENT * ALIGNMENT)]
         self._lock = threading.Lock()
         # Filled wherever the last reference to a block is dropped, also inside `empty`: so no lock is taken there.
         self._dropped: deque[tuple[int, int]] = deque()
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Bytes of the mapping."""
         return len(self._memory)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any] | None:
@@ -72,7 +74,7 @@ class Arena:
         return array
 
     def offset(self, array: NDArray[Any]) -> int | None:
-        """Return where a contiguous array lies in the arena; None for one elsewhere or at another alignment."""
+        """Return where a contiguous array lies in the mapping; None for one elsewhere or at another alignment."""
         if array.base is None:  # it has memory of its own
             return None
         offset = _address(array) - self._address

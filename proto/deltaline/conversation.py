@@ -74,13 +74,14 @@ class Conversation(Generic[E]):
     """The calls of a connection. For one thread at a time; `error` is set when it is over."""
 
     def __init__(
-        self, message_bytes: int, read_status: Callable[[status_pb2.Status], E], memory_bytes: int = 0
+        self, message_bytes: int, read_status: Callable[[status_pb2.Status], E], request_bytes: int = 0
     ) -> None:
         """message_bytes: most bytes of a message, as the server has told. read_status: makes the error of a status.
-        memory_bytes: of link memory, where more is wanted than one message each way needs."""
+        request_bytes: of link memory for messages to the server, where more is wanted than one needs."""
         self._read_status = read_status
         self.message_bytes = message_bytes
-        self._memory_bytes = max(memory_bytes, link.memory_bytes(message_bytes))
+        self._reply_bytes = link.memory_bytes(message_bytes) // 2
+        self._memory_bytes = self._reply_bytes + max(request_bytes, self._reply_bytes)
         self._calls: dict[int, LinkCall[E]] = {}
         # What waits to be sent: calls with messages, and packets that go ahead of them.
         self.unsent: dict[LinkCall[E], None] = {}
@@ -88,7 +89,9 @@ class Conversation(Generic[E]):
         self._waiting_for_room: list[LinkCall[E]] = []
         self._makers: dict[int, Callable[[Region | E], object]] = {}
         self._last = 0
-        self._arena: tuple[int, Arena] | None = None
+        # Link memory: its number, the part of messages to the server, and that of replies. The server may take no more
+        # messages before a reply is gone, so these must not fill what replies need.
+        self._arenas: tuple[int, Arena, Arena] | None = None
         self._is_arena_asked = False
         # Whether the server gave no memory for messages: it may have some later, and other ways need none.
         self.lacks_memory = False
@@ -205,29 +208,31 @@ class Conversation(Generic[E]):
             return place.packed(), flags | link.PLACED
         return b"".join(pieces), flags
 
-    def _memory(self, size: int) -> Array | None:
+    def _memory(self, size: int, *, for_reply: bool = False) -> Array | None:
         """An array uint8 [size] in link memory, None while there is none."""
-        if self._arena is None:
+        if self._arenas is None:
             if not self._is_arena_asked:
                 self._is_arena_asked = True
                 self.ask_memory(self._memory_bytes, self._take_arena)
             return None
-        return self._arena[1].empty((size,), "u1")
+        _, requests, replies = self._arenas
+        return (replies if for_reply else requests).empty((size,), "u1")
 
     def _place(self, array: Array) -> link.Place:
         """Where an array lies in link memory. Raises ValueError unless it is uint8 [n] there."""
-        offset = None if self._arena is None else self._arena[1].offset(array)
-        if self._arena is None or offset is None or array.dtype != np.uint8 or array.ndim != 1:
+        offset = None if self._arenas is None else self._arenas[1].offset(array)
+        if self._arenas is None or offset is None or array.dtype != np.uint8 or array.ndim != 1:
             got = f"{array.dtype} {list(array.shape)}{' elsewhere' if offset is None else ''}"
             raise ValueError(f"message: expected uint8 [n] of this connection's room, got {got}")
-        return link.Place(self._arena[0], offset, len(array))
+        return link.Place(self._arenas[0], offset, len(array))
 
     def _take_arena(self, made: Region | E) -> None:
         """Raises LinkError."""
         if isinstance(made, Region):
             if len(made.mapping) < self._memory_bytes:
                 raise link.LinkError(f"expected memory of {self._memory_bytes} bytes, got {len(made.mapping)}")
-            self._arena = made.number, Arena(made.mapping)
+            replies = Arena(made.mapping, 0, self._reply_bytes)
+            self._arenas = made.number, Arena(made.mapping, self._reply_bytes), replies
         elif self.error is None and self._memory_bytes > link.memory_bytes(self.message_bytes):
             self._memory_bytes = link.memory_bytes(self.message_bytes)  # so much is needed, more was wanted
             self.ask_memory(self._memory_bytes, self._take_arena)
@@ -308,11 +313,11 @@ class Conversation(Generic[E]):
         for call in waiting:
             if call.is_over:
                 continue
-            if call.room_bytes > self._memory_bytes:
+            if call.room_bytes > self._reply_bytes:
                 why = f"the reply has {call.room_bytes} bytes, more than this link carries"
                 self._refuse(call, code_pb2.UNKNOWN, why)
                 continue
-            room = self._memory(call.room_bytes)
+            room = self._memory(call.room_bytes, for_reply=True)
             if room is not None:
                 place = self._place(room)
                 self._placed[place.offset] = room
@@ -354,7 +359,7 @@ class Conversation(Generic[E]):
             for on_done in makers.values():
                 on_done(error)
             # The server has let go of its side; what refers to an error's frames may keep this one for long.
-            self._arena, self._placed = None, {}
+            self._arenas, self._placed = None, {}
 
 
 def _nothing(_: object) -> None:

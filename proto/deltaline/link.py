@@ -82,8 +82,9 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 def memory_bytes(message_bytes: int) -> int:
-    """How much link memory a client asks for where messages have so many bytes: one each way."""
-    return 2 * max(message_bytes, REPLY_BYTES)
+    """How much link memory a client needs where messages have so many bytes: half of it for replies, a multiple of 64,
+    where the largest has room whatever messages wait to be taken."""
+    return -(-max(message_bytes, REPLY_BYTES) // 64) * 128
 
 
 class LinkError(ValueError):

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.request import urlopen
 
 import grpc
@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from rigs.adapter_fleet import MAX_RANK, Fleet, Tenant
 from rigs.programs import Program, run_together
+from rigs.raw_http2 import raw_http2
 from rigs.server_process import ServerProcess, is_alive
 from rigs.until import until
 
@@ -43,6 +44,7 @@ METHODS = [
 ]
 # What well-formed calls of them do is not the same twice.
 CHANGING = ("CreateSharedMemory", "Drain")
+CHECK = "/grpc.health.v1.Health/Check"
 RETRY = Retry(initial_backoff_s=0.01, max_backoff_s=0.1)
 WITH_BOTH = {"front_ends": 1, "adapter_bytes": 1 << 20, "max_adapter_rank": MAX_RANK, "shared_memory_bytes": 1 << 22}
 
@@ -123,6 +125,21 @@ async def test_results_are_those_without_a_front_end(both: tuple[Server, list[st
     assert hashes[0] == hashes[1]
     for mine, theirs in zip(*(chain(*outputs) for outputs in results), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+async def test_what_a_stranger_sends_in_headers_ends_no_call_of_others(both: tuple[Server, list[str]]) -> None:
+    server, (address, _) = both
+    async with AsyncClient(address) as client, grpc.aio.insecure_channel(address) as channel:
+        sequence, watch = await client.open(), cast(Any, channel.unary_stream("/grpc.health.v1.Health/Watch"))
+        watching = watch(b"", timeout=60)
+        assert (await watching.read()) is not grpc.aio.EOF
+        with raw_http2(address) as stranger:
+            calls = [stranger.call(CHECK, b"", **headers) for headers in ({"x-test": b"a\0b"}, {"x\0test": b"v"})]
+            await asyncio.to_thread(stranger.read_until, lambda: stranger.ended.issuperset(calls))
+            assert stranger.received[calls[0]]  # it is answered as any; gRPC refuses the other
+        await sequence.decode(np.ones(64, np.float32))
+        assert not watching.done() and server.front_ends.num_restarts == 0
+        watching.cancel()
 
 
 async def test_a_step_is_its_client_s_and_not_the_front_end_s(

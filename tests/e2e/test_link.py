@@ -23,6 +23,7 @@ from deltaline import link
 from deltaline.v1.admin_service_pb2 import GetServerInfoRequest
 from deltaline_cli import health, main
 from deltaline_client import (
+    AsyncClient,
     Client,
     DeadlineExceeded,
     Disconnected,
@@ -32,13 +33,17 @@ from deltaline_client import (
     StateLost,
     Unavailable,
 )
+from deltaline_client._transport.async_transport import AsyncTransport
 from deltaline_client._transport.caller import Caller
-from deltaline_client._transport.flow import Call
+from deltaline_client._transport.flow import Call, TakeMemory
+from deltaline_client._transport.flow import Server as Named
 from deltaline_client._transport.link.connect import Where, connect
 from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.transport import Transport
 from deltaline_server.app import Server
+from deltaline_server.front import layer_service
 from deltaline_server.front.link.call import Call as ServerCall
+from deltaline_server.memory.mappings import Mappings
 
 
 def run_some(driven: Driven, client: Any) -> list[Any]:
@@ -112,6 +117,24 @@ def test_a_stream_outlives_its_window(driven: Driven, linked: Server) -> None:
     driven.do(client.disconnect())
 
 
+async def test_steps_that_wait_to_be_taken_leave_replies_their_room(
+    make_server: Callable[..., Server], link_option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server takes a step at a time, and more of them are sent than link memory has room for."""
+    monkeypatch.setattr(layer_service, "STREAM_BYTES", 1)
+    monkeypatch.setattr(link, "REPLY_BYTES", 1 << 20)
+    num_tokens = 1024
+    async with (
+        make_server(link=link_option, inline_limit_bytes=num_tokens * HIDDEN * 4),
+        AsyncClient(f"link:{link_option}") as client,
+        asyncio.timeout(60),
+    ):
+        sequences, prompt = await client.open_many(4), tokens(4 * num_tokens)
+        outputs = await asyncio.gather(*(one.prefill(prompt, output="all") for one in sequences))
+    for output in outputs:
+        np.testing.assert_allclose(output, outputs[0], rtol=1e-4, atol=1e-5)
+
+
 def test_an_upload_goes_by_the_link(driven: Driven, linked: Server) -> None:
     client = driven.make(f"link:{linked.link.path}")
     sent, size = list[int](), 24 << 20  # more than twice the memory that its chunks take turns in
@@ -154,6 +177,51 @@ def test_tensors_lie_in_link_memory_where_the_client_asks_for_it(driven: Driven,
     np.testing.assert_array_equal(driven.do(again.prefill(tokens(5, 1))), outputs)
     del array, outputs
     driven.do(client.disconnect())
+
+
+@pytest.fixture
+def memory(linked: Server, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, Callable[[float], TakeMemory]]:
+    """What lets the server make memory, and how a client asks for it and waits so many seconds."""
+    may_make, make, server = threading.Event(), Mappings.make, Named(linked.runtime.table.server_epoch, "")
+
+    def make_late(mappings: Mappings, size: int) -> Any:
+        may_make.wait(60)
+        return make(mappings, size)
+
+    monkeypatch.setattr(Mappings, "make", make_late)
+    return may_make, lambda timeout_s: TakeMemory(server, 1 << 20, timeout_s)
+
+
+def test_memory_that_comes_late_is_for_who_asks_next(linked: Server, memory: Any) -> None:
+    may_make, asking = memory
+    transport = Transport(f"link:{linked.link.path}")
+    session = transport.session()
+    with pytest.raises(DeadlineExceeded):
+        session.memory(asking(0.0))
+    may_make.set()
+    regions = [session.memory(asking(60.0)) for _ in range(2)]
+    assert linked.runtime.link_regions.used_bytes == 2 << 20
+    assert len({region.number for region in regions if region}) == 2
+    session.close()
+    transport.close()
+
+
+async def test_memory_that_comes_late_is_for_the_task_that_asks_next(linked: Server, memory: Any) -> None:
+    may_make, asking = memory
+    transport = AsyncTransport(f"link:{linked.link.path}")
+    session = await transport.session()
+    cancelled = asyncio.create_task(session.memory(asking(60.0)))
+    await asyncio.sleep(0)  # it asks
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    with pytest.raises(DeadlineExceeded):
+        await session.memory(asking(0.0))
+    may_make.set()
+    regions = [await session.memory(asking(60.0)) for _ in range(2)]
+    assert linked.runtime.link_regions.used_bytes == 2 << 20
+    assert len({region.number for region in regions if region}) == 2
+    session.close()
+    await transport.close()
 
 
 @pytest.mark.parametrize(

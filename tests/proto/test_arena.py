@@ -72,6 +72,17 @@ def test_an_array_is_found_by_its_address(arena: Arena) -> None:
     assert arena.offset(np.zeros((1, 16), np.float32)) is None
 
 
+def test_a_part_of_a_mapping_hands_out_nothing_else() -> None:
+    mapping = mmap.mmap(-1, SIZE)
+    first, second = Arena(mapping, 0, SIZE // 4 + 1), Arena(mapping, SIZE // 4)
+    one, other = first.empty([SIZE // 4], np.uint8), second.empty([SIZE // 4 * 3], np.uint8)
+    assert one is not None and other is not None
+    assert first.empty([1], np.uint8) is None and second.empty([1], np.uint8) is None
+    assert (first.offset(one), first.offset(other)) == (0, SIZE // 4) == (second.offset(one), second.offset(other))
+    del one
+    assert second.empty([1], np.uint8) is None and first.empty([1], np.uint8) is not None
+
+
 def test_empty_arrays_and_arrays_too_large(arena: Arena) -> None:
     nothing = arena.empty((0, 16), np.float32)
     assert nothing is not None and nothing.shape == (0, 16) and arena.offset(nothing) == 0

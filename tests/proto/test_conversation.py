@@ -18,7 +18,7 @@ from deltaline.arena import ALIGNMENT
 from deltaline.conversation import Conversation, LinkCall
 from deltaline.wire import Buffer
 
-LARGE = bytes(5 << 20)  # memory has room for two
+LARGE = bytes(5 << 20)  # memory has room for one each way
 ROOM_BYTES = link.MAX_PACKET_BYTES  # with what stands before it, more than a packet
 REGION = 7
 
@@ -67,10 +67,11 @@ class Server:
         self.say(link.MEMORY, asked.call, link.Place(REGION, 0, size).packed(), fds=[fd])
 
     def get_memory(self) -> None:
-        """Let a large message go, so that there is memory, with room for one more."""
+        """Let a large message go and be taken, so that there is memory, all of it free."""
         self.begin(LARGE)
         self.give_memory()
-        self.take(link.CALL)
+        ((call, place),) = self.take(link.CALL)
+        self.say(link.TAKEN, call.call, place, flags=link.PLACED)
 
 
 @pytest.fixture
@@ -140,17 +141,17 @@ def test_an_array_that_is_no_room_is_refused(server: Server, what: str, has_memo
 
 def test_memory_for_a_reply_stays_until_the_server_is_done_with_a_call_given_up(server: Server) -> None:
     server.get_memory()
-    call, _, _ = server.begin(b"asks")
-    server.take(link.CALL)
+    call, other = (server.begin(b"asks")[0] for _ in range(2))
+    server.take(link.CALL, link.CALL)
     server.say(link.ROOM, call.number, link.Place(0, 0, len(LARGE)).packed())
     ((_, place),) = server.take(link.ROOM)
     server.conversation.cancel(call)
-    server.begin(LARGE)  # it must not lie where the server may still write
-    server.take(link.CANCEL)
+    server.say(link.ROOM, other.number, link.Place(0, 0, len(LARGE)).packed())
+    server.take(link.CANCEL)  # the other's must not lie where the server may still write
     server.say(link.STATUS, call.number, status_pb2.Status(code=code_pb2.CANCELLED).SerializeToString())
     server.take()
     server.say(link.TAKEN, call.number, place, flags=link.PLACED)
-    server.take(link.CALL)
+    server.take(link.ROOM)
 
 
 def test_the_end_of_the_connection_ends_calls_that_have_not_gone(server: Server) -> None:
@@ -216,12 +217,13 @@ def test_a_call_s_head_leaves_room_for_its_message(server: Server) -> None:
     assert len(envelope.client) == room and link.Place.read(body).size == len(LARGE)
 
 
-def test_a_reply_that_memory_has_no_room_for_ends_its_call_at_once(server: Server) -> None:
+@pytest.mark.parametrize("size", [len(LARGE) + 1, 2**64 - 1])
+def test_a_reply_that_memory_has_no_room_for_ends_its_call_at_once(server: Server, size: int) -> None:
     call, _, ends = server.begin(b"asks")
     server.take(link.CALL)
-    server.say(link.ROOM, call.number, link.Place(0, 0, 2**64 - 1).packed())
+    server.say(link.ROOM, call.number, link.Place(0, 0, size).packed())
     server.take(link.CANCEL)
-    assert [end and end.message for end in ends] == [f"the reply has {2**64 - 1} bytes, more than this link carries"]
+    assert [end and end.message for end in ends] == [f"the reply has {size} bytes, more than this link carries"]
 
 
 def test_memory_that_is_less_than_was_asked_for_ends_the_connection(server: Server) -> None:
@@ -247,7 +249,7 @@ def test_who_wants_more_memory_than_there_is_takes_what_it_needs() -> None:
     server.conversation = Conversation(len(LARGE), lambda status: status, 8 * len(LARGE))
     _, _, ends = server.begin(LARGE)
     ((asked, body),) = server.take(link.MEMORY)
-    assert link.Place.read(body).size == 8 * len(LARGE)
+    assert link.Place.read(body).size == 9 * len(LARGE)  # for one reply beside them
     server.say(link.STATUS, asked.call, refusal.SerializeToString())
     server.give_memory(less=0)
     server.take(link.CALL)

@@ -14,15 +14,15 @@ from deltaline.conversation import Conversation, LinkCall
 from deltaline.wire import Buffer
 
 MESSAGE_BYTES = 5 << 20
-REPLY_BYTES = 2 * MESSAGE_BYTES  # all of the client's memory
+REPLY_BYTES = MESSAGE_BYTES  # all that replies have of the client's memory
 REGION = 7
 
 
 class Peer:
     """The server's end, by hand: what the client sent, and packets for it."""
 
-    def __init__(self) -> None:
-        self.conversation: Conversation[status_pb2.Status] = Conversation(MESSAGE_BYTES, lambda status: status)
+    def __init__(self, message_bytes: int = MESSAGE_BYTES) -> None:
+        self.conversation: Conversation[status_pb2.Status] = Conversation(message_bytes, lambda status: status)
         self.sent: list[tuple[link.Envelope, bytes]] = []
         self.is_full = False
 
@@ -69,8 +69,8 @@ def peer() -> Peer:
     return Peer()
 
 
-def asks_room(peer: Peer, call: LinkCall[status_pb2.Status]) -> None:
-    peer.receive(link.ROOM, call.number, link.Place(0, 0, REPLY_BYTES).packed())
+def asks_room(peer: Peer, call: LinkCall[status_pb2.Status], num_bytes: int = REPLY_BYTES) -> None:
+    peer.receive(link.ROOM, call.number, link.Place(0, 0, num_bytes).packed())
 
 
 @pytest.mark.parametrize("is_answered", [True, False])
@@ -96,4 +96,24 @@ def test_a_message_that_was_not_sent_leaves_no_place_taken(peer: Peer) -> None:
     peer.conversation.cancel(first)
     peer.is_full = False
     peer.begin(bytes(MESSAGE_BYTES))
-    assert [place.offset for place in peer.places(link.CALL)] == [0]
+    assert [place.size for place in peer.places(link.CALL)] == [MESSAGE_BYTES]
+
+
+@pytest.mark.parametrize("size", [MESSAGE_BYTES, MESSAGE_BYTES + 1])
+def test_messages_that_wait_to_be_taken_leave_replies_their_room(size: int) -> None:
+    """Else a server that takes none before a reply is gone, and a client whose messages fill its memory, would wait for
+    each other."""
+    peer = Peer(size)
+    stream = peer.conversation.begin("/m", lambda body: None, lambda error: None)
+    for _ in range(3):
+        peer.conversation.send(stream, bytes(size))
+    peer.flush()
+    peer.give_memory()
+    (message,) = peer.places(link.CALL)
+    asks_room(peer, stream, size)
+    (room,) = peer.places(link.ROOM)
+    assert message.size == room.size == size
+    assert room.offset + size <= message.offset or message.offset + size <= room.offset
+    assert not peer.places(link.MESSAGE)
+    peer.receive(link.TAKEN, stream.number, message.packed(), flags=link.PLACED)
+    assert [place.offset for place in peer.places(link.MESSAGE)] == [message.offset]

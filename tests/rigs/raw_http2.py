@@ -57,9 +57,9 @@ class RawHttp2:
             if is_last:
                 return
 
-    def call(self, method: str, body: bytes) -> int:
-        """A whole call with one message; return its stream."""
-        stream = self.begin(method)
+    def call(self, method: str, body: bytes, **more: bytes) -> int:
+        """A whole call with one message, and more headers perhaps; return its stream."""
+        stream = self.begin(method, **more)
         self.send(stream, message(body))
         return stream
 

@@ -23,7 +23,7 @@ PAUSE_S = 30.0
 CHUNK_BYTES = 4 << 20
 # The same where they go in packets alone: with what is around it, less than a packet.
 PACKET_CHUNK_BYTES = link.MAX_PACKET_BYTES // 2
-# Of link memory, at least: while the server copies one such message others are on their way, or are written.
+# Of link memory for messages, at least: while the server copies one others are on their way, or are written.
 LINK_MEMORY_BYTES = 4 * (CHUNK_BYTES + link.MAX_PACKET_BYTES)
 _DETAILS = "grpc-status-details-bin"
 

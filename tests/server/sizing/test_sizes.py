@@ -265,7 +265,7 @@ def test_the_command_prints_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     held = "on the host, for messages and replies of link and front ends, at most: 536,870,912 bytes (512.0 MiB)"
     assert held in lines
     assert run("--front-ends", "2") == 0
-    bound = "on the host, for each of 2 front ends, at most: 1,430,257,664 bytes (1.3 GiB)"
+    bound = "on the host, for each of 2 front ends, at most: 1,440,743,424 bytes (1.3 GiB)"
     assert bound in capsys.readouterr().out
     assert run("--state-bytes", "20KiB") == 1
     assert "too little for --max-sequences 256; room for" in capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -35,6 +34,8 @@ class AsyncLink:
         self._conversation = Conversation(welcome.message_bytes, from_status)
         self._socket = LinkSocket(connected, self._conversation)
         self._steps = LinkSteps(self._conversation, caller)
+        # Memory that was asked for, by its size, until somebody takes it: who asked may be gone when it comes.
+        self._asked: dict[int, asyncio.Future[Region | DeltalineError]] = {}
 
     @property
     def is_over(self) -> bool:
@@ -104,15 +105,19 @@ class AsyncLink:
         return answer_of(method, came, error)
 
     async def memory(self, size_bytes: int, timeout_s: float) -> Region:
-        """Link memory of at least so many bytes, for as long as the connection lives. Raises DeltalineError."""
-        made: asyncio.Future[Region | DeltalineError] = asyncio.get_running_loop().create_future()
-        self._conversation.ask_memory(size_bytes, partial(_settle, made))
-        self._socket.flush()
+        """Link memory of at least so many bytes, for as long as the connection lives; what was asked for in this size
+        and came too late, if any. One at a time may wait for it. Raises DeltalineError."""
+        made = self._asked.get(size_bytes)
+        if made is None:
+            made = self._asked[size_bytes] = asyncio.get_running_loop().create_future()
+            self._conversation.ask_memory(size_bytes, made.set_result)
+            self._socket.flush()
         try:
             async with asyncio.timeout(timeout_s):
-                result = await made
+                result = await asyncio.shield(made)
         except TimeoutError as late:
             raise DeadlineExceeded("no memory in time") from late
+        del self._asked[size_bytes]
         if isinstance(result, DeltalineError):
             raise result
         return result

@@ -36,6 +36,8 @@ class BlockingLink:
         self._socket, self._caller, self.server_epoch = connected, caller, welcome.server_epoch
         self._conversation = Conversation(welcome.message_bytes, from_status)
         self._steps = LinkSteps(self._conversation, caller)
+        # Memory that was asked for, by its size, until somebody takes it: who asked may be gone when it comes.
+        self._asked: dict[int, list[Region | DeltalineError]] = {}
         self._buffer = memoryview(bytearray(link.MAX_PACKET_BYTES))
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
@@ -110,12 +112,16 @@ class BlockingLink:
         return answer_of(method, bodies, ends[0])
 
     def memory(self, size_bytes: int, timeout_s: float) -> Region:
-        """Link memory of at least so many bytes, for as long as the connection lives. Raises DeltalineError."""
-        made: list[Region | DeltalineError] = []
-        self._conversation.ask_memory(size_bytes, made.append)
+        """Link memory of at least so many bytes, for as long as the connection lives; what was asked for in this size
+        and came too late, if any. Raises DeltalineError."""
+        made = self._asked.get(size_bytes)
+        if made is None:
+            made = self._asked[size_bytes] = []
+            self._conversation.ask_memory(size_bytes, made.append)
         self._wait(lambda: made, timeout_s)
         if not made:
             raise DeadlineExceeded("no memory in time")
+        del self._asked[size_bytes]
         if isinstance(made[0], DeltalineError):
             raise made[0]
         return made[0]

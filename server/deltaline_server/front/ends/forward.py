@@ -154,7 +154,7 @@ class _Call:
             self._take,
             self._end,
             timeout_s=context.time_remaining(),
-            metadata=tuple(pair for pair in context.invocation_metadata() or () if isinstance(pair[1], str)),
+            metadata=_texts(context.invocation_metadata() or ()),
             client=Peer.of(context).packed(),
         )
         if core.conversation.error is not None:
@@ -244,6 +244,11 @@ class _Call:
         self._core.conversation.cancel(self._call)
         self._replies.clear()
         self._end(status_pb2.Status(code=code_pb2.UNAVAILABLE, message=why))
+
+
+def _texts(metadata: Iterable[tuple[str, str | bytes]]) -> link.Metadata:
+    """Those of a call's metadata that the link carries: gRPC lets zero bytes pass, which stand between texts there."""
+    return tuple((name, value) for name, value in metadata if isinstance(value, str) and "\0" not in name + value)
 
 
 async def _abort(context: Any, status: status_pb2.Status) -> None:

@@ -28,7 +28,7 @@ from deltaline_server.scheduling.observer import Observer
 
 # Calls of a front end at a time: they are those of all its clients.
 MAX_FRONT_END_CALLS = 16_384
-# The part of a front end's memory that requests may keep for their replies.
+# The part of a front end's memory for requests that these may keep for their replies.
 KEPT_PART = 4
 
 _log = logging.getLogger(__name__)
@@ -150,7 +150,13 @@ class Connection:
     def _begin(self, envelope: link.Envelope, packet: memoryview) -> None:
         """Begin a call. Raises LinkError."""
         handler, timeout_us = self._served.find(envelope.method), envelope.amount
-        metadata = link.read_metadata(envelope.metadata)
+        unreadable = ""
+        try:
+            metadata = link.read_metadata(envelope.metadata)
+        except link.LinkError as error:
+            if not self._is_front_end:
+                raise
+            metadata, unreadable = (), str(error)  # by whatever one of its clients sent: the others go on
         client, share = self._peer, self._share
         if self._is_front_end:
             client = Peer.read(envelope.client)
@@ -166,6 +172,8 @@ class Connection:
             return  # its first message was too much
         if handler is None:
             self._refuse(call, status_pb2.Status(code=code_pb2.UNIMPLEMENTED, message="the method is not known"))
+        elif unreadable:
+            self._refuse(call, status_pb2.Status(code=code_pb2.INVALID_ARGUMENT, message=unreadable))
         elif self._is_stopping:
             self._refuse(call, self._counted(Refusal(Reason.STOPPING, "the server is stopping")))
         elif len(self._tasks) == self._max_calls:

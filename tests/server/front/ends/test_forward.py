@@ -13,6 +13,7 @@ import pytest
 from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from rigs.garbage import nothing_left
+from rigs.raw_http2 import raw_http2
 from rigs.raw_link import TIMEOUT_S, Packet, RawLink
 
 from deltaline import link
@@ -29,11 +30,12 @@ UPLOAD = "/deltaline.v1.AdapterService/LoadAdapter"
 
 
 class Front(NamedTuple):
-    """The core's end of the link, a channel to the front end, and what makes another."""
+    """The core's end of the link, a channel to the front end, what makes another, and where the front end listens."""
 
     core: RawLink
     channel: Any
     connect: Callable[[], Any]
+    address: str
 
     async def receive(self, kind: int) -> Packet:
         """The next packet that the core gets, which is of this kind."""
@@ -62,13 +64,13 @@ async def make_front() -> AsyncIterator[Callable[[], Any]]:
         modules = (layer_service_pb2, adapter_service_pb2)
         services = [service for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
         server.add_generic_rpc_handlers((Forward(core, services, Gate()),))
-        port = server.add_insecure_port("127.0.0.1:0")
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         channels = list[Any]()
 
         def connect() -> Any:
             options = [("grpc.use_local_subchannel_pool", 1)]
-            channels.append(grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options))
+            channels.append(grpc.aio.insecure_channel(address, options=options))
             return channels[-1]
 
         async def end() -> None:
@@ -79,7 +81,7 @@ async def make_front() -> AsyncIterator[Callable[[], Any]]:
             theirs.close()
 
         ends.append(end)
-        return Front(RawLink(theirs), connect(), connect)
+        return Front(RawLink(theirs), connect(), connect, address)
 
     yield make
     for end in ends:
@@ -103,6 +105,16 @@ async def test_a_call_goes_on_with_its_client_deadline_and_metadata(front: Front
     assert set(metadata[:2]) < set(link.read_metadata(envelope.metadata))
     await front.say(link.MESSAGE, envelope.call, b"reply", flags=link.LAST)
     assert await calling == b"reply"
+
+
+async def test_metadata_with_zero_bytes_stay_behind(front: Front) -> None:
+    """Which stand between texts on the link: gRPC lets them pass."""
+    with raw_http2(front.address) as client:
+        client.call(STEP, b"body", **{"one": b"a\0b", "two": b"c\0d\0e", "three": b"f"})
+        packet = await front.receive(link.CALL)
+        metadata = link.read_metadata(packet.envelope.metadata)
+        assert packet.body == b"body" and ("three", "f") in metadata
+        assert not {"one", "two", "b", "d"} & {name for name, _ in metadata}
 
 
 @pytest.mark.parametrize("path", [STEP, STREAM])

@@ -123,6 +123,21 @@ async def test_calls_are_from_whom_it_says(rig: Rig) -> None:
         assert (await rig.packet(link.MESSAGE)).body == client
 
 
+async def test_a_call_whose_metadata_can_not_be_read_is_refused_alone(rig: Rig) -> None:
+    place, fd = await rig.memory(1 << 19)
+    os.close(fd)
+    await rig.go(2, b"hold", b"a")
+    head = link.pack(link.CALL, 3, flags=link.PLACED, method=b"hold", metadata=b"a\0b\0c", client=b"b")
+    await rig.send(head + place.packed())
+    assert (await rig.packet(link.TAKEN)).place == place
+    ended = await rig.packet(link.STATUS)
+    assert (ended.envelope.call, ended.status.code) == (3, code_pb2.INVALID_ARGUMENT)
+    assert ended.status.message == "expected a value for each name of the metadata, got 3 texts"
+    rig.may_read.set()
+    await rig.send(link.pack(link.MESSAGE, 2, flags=link.LAST | link.EMPTY))
+    assert (await rig.packet(link.MESSAGE)).body == b"0"
+
+
 async def test_more_calls_are_in_flight_than_a_client_has(rig: Rig) -> None:
     for number in range(1, link.MAX_CALLS + 2):
         await rig.go(number, b"hold", b"a")
