@@ -287,9 +287,9 @@ class Exchange:
                 # the one that holds the sequence can't know.
                 step.in_doubt = step.was_in_doubt and isinstance(error, CapacityError | StateElsewhere)
             else:
-                step.in_doubt = False
                 output = outputs[start[index] : start[index + 1]]
                 step.reply = output, int(answer.position[index]), RowOutcome(answer.outcome[index])
+                step.in_doubt = False
         for row, _ in rows:
             row.apply_replies()
         return not statuses
