@@ -37,8 +37,9 @@ def test_a_wait_may_be_none_at_all(name: str) -> None:
             ValueError, match=f"^{name}: expected a number of seconds, finite and at most 1000000000, got"
         ):
             make(**{name: seconds})
-    with pytest.raises(ValueError, match=r"^multiplier: expected 1 or more, got 0\.5$"):
-        Retry(multiplier=0.5)
+    for multiplier in (0.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match=rf"^multiplier: expected 1 or more, finite, got {multiplier}$"):
+            Retry(multiplier=multiplier)
 
 
 @pytest.mark.parametrize("seconds", WRONG)

@@ -43,7 +43,7 @@ from deltaline_client._steps.request import Applied, Request
 from deltaline_client._steps.rows import RowResult, StepError, StepResult
 from deltaline_client._steps.sequence import RowProgress
 from deltaline_client._table import UNFINISHED
-from deltaline_client._transport.channels.channel import MAX_MESSAGE_BYTES
+from deltaline_client._transport.channels.channel import MAX_MESSAGE_BYTES, MAX_TENSOR_BYTES
 from deltaline_client._transport.flow import Flow, Receive, Send, Sleep
 from deltaline_client._transport.messages import StepAnswer
 from deltaline_client._transport.retry import is_retryable
@@ -65,8 +65,11 @@ class Exchange:
         self.span = options.get("span", 0)
         self._attempts = client._attempts(options.get("timeout_s"))
         self._shared = client._shared
-        # By the link a reply is as large as the server makes it, by a channel as that takes.
-        self._most_reply_bytes = limits.max_reply_bytes if limits.is_linked else MAX_MESSAGE_BYTES
+        # By the link messages are as large as the server takes and makes them, by a channel as that carries.
+        self._most_bytes, self._most_reply_bytes = limits.inline_limit_bytes, limits.max_reply_bytes
+        if not limits.is_linked:
+            # A larger one would end the stream, and with it the steps of other calls.
+            self._most_bytes, self._most_reply_bytes = min(self._most_bytes, MAX_TENSOR_BYTES), MAX_MESSAGE_BYTES
         self._last_number = 0
         self._timings: list[layers.StepTiming] = []
         # What ended the last request as a whole, if it was not answered per row.
@@ -74,7 +77,7 @@ class Exchange:
 
     @cached_property
     def _packing(self) -> Packing:
-        return Packing(self._limits, self._options, self._shared)
+        return Packing(self._limits, self._most_bytes, self._options, self._shared)
 
     def run(self, batch: Batch, waypoints: Waypoints | None = None) -> Flow[StepResult]:
         """Apply a batch: as arrays where nothing is out of the ordinary, else row by row. Raises as `step` does.
@@ -134,7 +137,7 @@ class Exchange:
         output_elements = int(batch.output_start[-1]) * math.prod(batch.output_shape)
         return (
             0 < len(batch.sequences) <= limits.max_sequences
-            and max(elements, output_elements) * limits.dtype.itemsize <= limits.inline_limit_bytes
+            and max(elements, output_elements) * limits.dtype.itemsize <= self._most_bytes
             and (hold.is_plain or not np.count_nonzero(hold.numbers[UNFINISHED]))
             and hold.group.has_one_epoch
         )
@@ -287,9 +290,9 @@ class Exchange:
                 # the one that holds the sequence can't know.
                 step.in_doubt = step.was_in_doubt and isinstance(error, CapacityError | StateElsewhere)
             else:
-                step.in_doubt = False
                 output = outputs[start[index] : start[index + 1]]
                 step.reply = output, int(answer.position[index]), RowOutcome(answer.outcome[index])
+                step.in_doubt = False
         for row, _ in rows:
             row.apply_replies()
         return not statuses

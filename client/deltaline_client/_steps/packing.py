@@ -31,15 +31,16 @@ def requests_in_flight(limits: ServerInfo) -> int:
 class Packing:
     """Makes the requests of one call's rows."""
 
-    def __init__(self, limits: ServerInfo, options: StepOptions, shared: SharedMemory) -> None:
+    def __init__(self, limits: ServerInfo, most_bytes: int, options: StepOptions, shared: SharedMemory) -> None:
+        """most_bytes: of a tensor in a message, as far as the server and what carries it go."""
         self._limits, self._shared = limits, shared
         # Long rows that the server has refused as one step.
         self._too_long: set[RowProgress] = set()
         # A message carries so many tokens, the request their hidden states and the reply their outputs.
         span = options.get("span", 0)
         row_bytes = max(map(math.prod, (limits.input_shape(span), limits.output_shape(span)))) * limits.dtype.itemsize
-        self._limit = max(1, limits.inline_limit_bytes // row_bytes)
-        self._chunk = max(1, min(CHUNK_BYTES, limits.inline_limit_bytes) // row_bytes)
+        self._limit = max(1, most_bytes // row_bytes)
+        self._chunk = max(1, min(CHUNK_BYTES, most_bytes) // row_bytes)
 
     def is_whole(self, row: RowProgress) -> bool:
         """Whether the row's next step is larger than a message: the whole of a long row."""
@@ -108,7 +109,7 @@ class Packing:
         elif not row.is_one_step:
             row.uncut()
         elif self._shared.is_off:
-            most = f"the server takes {self._limit} of {len(row.hidden)} tokens in a message"
+            most = f"a message holds {self._limit} of {len(row.hidden)} tokens"
             step.error = MessageTooLarge(f"hidden: {most}, and a verify is one step; shared memory would hold it")
         else:
             step.error = SharedMemoryExhausted(

@@ -69,11 +69,22 @@ class Request:
         return cls(Batch.of_steps(rows), at, handles, numbers[0], numbers[1], accepted, _rows=rows)
 
     def rows(self) -> Sequence[tuple[RowProgress, RowStep]]:
-        """The rows one by one. Those of a batch are taken apart here: their steps are sent, so they are in doubt."""
+        """The rows one by one. Those of a batch are taken apart here: their steps are sent, so they are in doubt.
+
+        They are what was sent, not what follows from the progress: that may have advanced when a call is interrupted.
+        """
         if self._hold is not None and not self._rows:
-            self._rows = [(row, row.cut(len(row.hidden))) for row in self.batch.rows(self._hold.progress)]
-            for (row, step), handle in zip(self._rows, np.frombuffer(self.handles, "<u8").tolist(), strict=True):
-                row.home, step.in_doubt = Home(self.at, handle), True
+            handles, accepted = np.frombuffer(self.handles, "<u8"), np.frombuffer(self.accepted, "<i4")
+            columns = [column.tolist() for column in (handles, self.steps, self.positions, accepted)]
+            rows = list[tuple[RowProgress, RowStep]]()
+            for row, handle, number, position, count in zip(
+                self.batch.rows(self._hold.progress), *columns, strict=True
+            ):
+                step = RowStep(number, position, count, 0, len(row.hidden), in_doubt=True)
+                row.home = Home(self.at, handle)
+                row.steps.append(step)
+                rows.append((row, step))
+            self._rows = rows
         return self._rows
 
     def place(self, shared: SharedMemory) -> None:

@@ -223,9 +223,9 @@ class RowProgress:
     [n, *input_shape] in the server's type: it may share the caller's memory while the call lasts that made the row, and
     is a copy once the row is remembered. output_shape: of one token. steps: those that were cut from it and are not
     known to be applied, in order; more than one only when the row is larger than a request may be.
-    tokens_cut, tokens_done: how many of its tokens are cut, and applied. lost: set when steps were applied whose
-    outputs can't be had any more; nothing more is cut then. places: where it leaves snapshots, None for nowhere.
-    waypoints: what became of these so far.
+    tokens_done: how many of its tokens are applied. lost: set when steps were applied whose outputs can't be had any
+    more; nothing more is cut then. places: where it leaves snapshots, None for nowhere. waypoints: what became of these
+    so far.
     """
 
     sequence: SequenceRecord
@@ -236,7 +236,6 @@ class RowProgress:
     output: Output
     output_shape: Shape
     steps: deque[RowStep] = field(default_factory=deque)
-    tokens_cut: int = 0
     tokens_done: int = 0
     result: Array | None = None
     outcome: RowOutcome = RowOutcome.REFUSED
@@ -253,6 +252,11 @@ class RowProgress:
     def is_one_step(self) -> bool:
         """Whether all its tokens must be one step: a verify is pending until it is committed."""
         return self.kind == layer_service_pb2.ROW_KIND_VERIFY
+
+    @property
+    def tokens_cut(self) -> int:
+        """How many of its tokens are cut."""
+        return self.steps[-1].start + self.steps[-1].count if self.steps else self.tokens_done
 
     @property
     def is_over(self) -> bool:
@@ -287,23 +291,24 @@ class RowProgress:
             accepted = NO_COMMIT if progress.accepted is None else progress.accepted
             step = RowStep(progress.step + 1, progress.next_position, accepted, self.tokens_cut, count)
         self.steps.append(step)
-        self.tokens_cut += count
         return step
 
     def uncut(self) -> None:
         """Take back the steps that were cut, none of which was applied, to cut the tokens otherwise."""
         self.steps.clear()
-        self.tokens_cut = self.tokens_done
 
     def output_of(self, step: RowStep) -> Output:
         """The outputs to request with a step: of the last token only the last step has any."""
         return "none" if self.output == "last" and step.start + step.count < len(self.hidden) else self.output
 
     def apply_replies(self) -> None:
-        """Apply what was answered, in order, up to the first step that is not known to be applied."""
+        """Apply what was answered, in order, up to the first step that is not known to be applied.
+
+        A step is there until it is noted as applied: interrupted in between, the same is noted once more.
+        """
         steps = self.steps
         while steps and (steps[0].reply is not None or self._has_lost_its_reply(steps[0])):
-            step = steps.popleft()
+            step = steps[0]
             if step.reply is None:
                 position, self.outcome = self._end(step), RowOutcome.REPLAYED
                 if self.output_of(step) != "none" and self.lost is None:
@@ -314,8 +319,9 @@ class RowProgress:
                     self._keep(step, output)
             self.progress.committed(position)
             self.progress.write({STEP: step.number, PENDING: step.count if self.is_one_step else 0})
+            self.tokens_done = step.start + step.count
+            steps.popleft()
             self.waypoints += tuple(step.waypoints)
-            self.tokens_done += step.count
         if self.lost is not None and not steps:
             self.error = self.lost
 
@@ -351,12 +357,11 @@ class RowProgress:
         return any((str(one.number), str(self._end(one))) == current for one in self.steps)
 
     def release(self) -> None:
-        """The call is over: the sequence remembers the row if its next step may have been applied."""
+        """The call is over: the sequence remembers the row if its next step may have been applied, or was and that is
+        not noted. A step that is refused for good takes everything behind it along."""
         if self.places is not None:
             self.sequence.waypoints = self.waypoints
-        is_unfinished = bool(self.steps) and self.steps[0].in_doubt
-        if not is_unfinished:  # a step that is refused for good takes everything behind it along
-            self.uncut()
-        elif self.progress.unfinished is not self:  # the caller may change its array now, and a resend must not
-            self.hidden = self.hidden.copy()
+        is_unfinished = bool(self.steps) and (self.steps[0].in_doubt or self.steps[0].reply is not None)
+        if is_unfinished and self.progress.unfinished is not self:
+            self.hidden = self.hidden.copy()  # the caller may change its array now, and a resend must not
         self.progress.remember(self if is_unfinished else None)

@@ -7,6 +7,7 @@ resends by itself; the channel's own retries are off, because a retry must resen
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,8 +54,8 @@ class Retry:
         check_seconds("attempt_timeout_s", self.attempt_timeout_s)
         check_seconds("initial_backoff_s", self.initial_backoff_s, may_be_zero=True)
         check_seconds("max_backoff_s", self.max_backoff_s, may_be_zero=True)
-        if not self.multiplier >= 1:
-            raise ValueError(f"multiplier: expected 1 or more, got {self.multiplier}")
+        if not 1 <= self.multiplier <= sys.float_info.max:
+            raise ValueError(f"multiplier: expected 1 or more, finite, got {self.multiplier}")
         if not 0 <= self.jitter <= 1:
             raise ValueError(f"jitter: expected 0 .. 1, got {self.jitter}")
 
@@ -97,7 +98,9 @@ class Attempts:
         retry = self._retry
         if retry.max_attempts is not None and self._made >= retry.max_attempts:
             return None
-        backoff_s = min(retry.max_backoff_s, retry.initial_backoff_s * retry.multiplier ** min(self._made - 1, 64))
+        backoff_s = min(retry.max_backoff_s, retry.initial_backoff_s)
+        for _ in range(min(self._made - 1, 64)):
+            backoff_s = min(retry.max_backoff_s, backoff_s * retry.multiplier)
         backoff_s *= 1 - retry.jitter * retry.generator.random()
         delay_s = max([backoff_s, *(asked_s for asked_s in retry_after_s if asked_s is not None)])
         return delay_s if retry.clock() + delay_s < self._deadline else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from typing import Any
 
 import grpc
@@ -367,6 +368,17 @@ def test_waits_grow_and_jitter_downwards() -> None:
     attempts.progressed()
     attempts.next_timeout_s()
     assert attempts.delay_s(None) is not None
+
+
+@pytest.mark.parametrize("multiplier", [1, 2.0, 1e6, 1e200, sys.float_info.max, 10**308], ids="{:g}".format)
+def test_waits_end_at_the_longest_whatever_they_grow_by(multiplier: float) -> None:
+    attempts = Attempts(Retry(multiplier=multiplier, max_backoff_s=4.0, jitter=0.0, clock=lambda: 0.0), 100.0)
+    waits = []
+    for _ in range(70):
+        assert attempts.next_timeout_s() == 30.0
+        waits.append(attempts.delay_s())
+    assert waits[:2] == [0.05, min(4.0, 0.05 * multiplier)]
+    assert waits[-1] == (0.05 if multiplier == 1 else 4.0)
 
 
 @pytest.mark.parametrize("wrong", [{"max_attempts": 0}, {"attempt_timeout_s": 0.0}, {"jitter": 1.5}], ids=str)

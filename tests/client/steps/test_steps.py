@@ -173,9 +173,7 @@ def test_a_verify_is_never_cut(driven: Any, server: Any) -> None:
     client, do = driven.client, driven.do
     server.info.inline_limit_bytes = 2 * HIDDEN * 4
     sequence = do(client.open())
-    with pytest.raises(
-        MessageTooLarge, match=r"hidden: the server takes 2 of 3 tokens in a message, and a verify is one"
-    ):
+    with pytest.raises(MessageTooLarge, match=r"hidden: a message holds 2 of 3 tokens, and a verify is one"):
         do(sequence.verify(tokens(3)))
     assert not server.requests["Step"] and not sequence.unfinished
     np.testing.assert_array_equal(do(sequence.verify(tokens(2))), sums(tokens(2)))

@@ -16,13 +16,17 @@ from numpy.typing import NDArray
 from rigs.running_sum import HIDDEN, status_of, tokens
 
 from deltaline.v1 import layer_service_pb2 as layers
-from deltaline_client import AsyncClient, Client, StepError, StepStale, Unavailable
+from deltaline_client import AsyncClient, Client, Retry, StepError, StepStale, Unavailable
+from deltaline_client._steps import exchange
 from deltaline_client._steps.sequences import begin
 from deltaline_client._transport.caller import Caller
+from deltaline_client._transport.channels import spread
+from deltaline_client._transport.channels.channel import OPTIONS
 from deltaline_client._transport.channels.stream import Mailbox, StepStream
 from deltaline_client._transport.flow import Server
 from deltaline_server.errors import Reason
 
+MIB = 1 << 20
 LIMIT = 4096 // (HIDDEN * 4)
 """Tokens that the fake takes in one request."""
 
@@ -239,6 +243,32 @@ async def test_a_cancelled_call_leaves_the_stream_to_the_others(server: Any, scr
         script.answers.put(script.apply(*(await asyncio.to_thread(script.take, 1))))
         np.testing.assert_array_equal(await resumed, tokens(1))
         script.break_off()
+
+
+@pytest.mark.parametrize("form", ["one row", "several rows"])
+def test_a_step_larger_than_the_channel_carries_is_cut_beside_those_of_others(
+    server: Any, script: Script, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    server.info.inline_limit_bytes = 4 * MIB
+    limits = [(name, MIB if "message_length" in name else value) for name, value in OPTIONS]
+    monkeypatch.setattr(spread, "OPTIONS", tuple(limits))
+    monkeypatch.setattr(exchange, "MAX_TENSOR_BYTES", MIB // 2)
+    tokens_of_a_mib = MIB // (HIDDEN * 4)
+    with Client(server.address, retry=Retry(max_attempts=1)) as client:
+        held, *others = client.open_many(4)
+        call = pool.submit(held.decode, tokens(1))
+        [first] = script.take(1)
+        counts = [2 * tokens_of_a_mib] if form == "one row" else [tokens_of_a_mib // 2] * 3
+        hidden = [tokens(count, seed=row) for row, count in enumerate(counts)]
+        larger = pool.submit(client.prefill, others[: len(hidden)], hidden)
+        for request in script.take(sum(counts) * 2 // tokens_of_a_mib):
+            script.answers.put(script.apply(request))
+        for outputs, row in zip(larger.result(60), hidden, strict=True):
+            np.testing.assert_array_equal(outputs, np.cumsum(row, axis=0))
+        script.answers.put(script.apply(first))
+        np.testing.assert_array_equal(call.result(60), tokens(1))
+        script.break_off()
+    assert server.streams_opened == 1
 
 
 def test_a_stream_that_fails_by_a_bug_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from deltaline_client._transport.methods import METHODS, STEP_STREAM
 from deltaline_client._transport.statuses import from_status
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""Most bytes of a message on the channel: far above any inline limit, which is not known before it is asked."""
+"""Most bytes of a message on the channel, whose options are set before the server's inline limit is known."""
+MAX_TENSOR_BYTES = MAX_MESSAGE_BYTES - 2**20
+"""Most bytes of a tensor in such a message: a server takes 1 MiB besides."""
 
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
