@@ -77,11 +77,12 @@ class Conversation(Generic[E]):
         self, message_bytes: int, read_status: Callable[[status_pb2.Status], E], request_bytes: int = 0
     ) -> None:
         """message_bytes: most bytes of a message, as the server has told. read_status: makes the error of a status.
-        request_bytes: of link memory for messages to the server, where more is wanted than one needs."""
+        request_bytes: of link memory for messages to the server, where more is wanted than two of the largest need:
+        one is written while the server copies the other out."""
         self._read_status = read_status
         self.message_bytes = message_bytes
         self._reply_bytes = link.memory_bytes(message_bytes) // 2
-        self._memory_bytes = self._reply_bytes + max(request_bytes, self._reply_bytes)
+        self._memory_bytes = self._reply_bytes + max(request_bytes, 2 * self._reply_bytes)
         self._calls: dict[int, LinkCall[E]] = {}
         # What waits to be sent: calls with messages, and packets that go ahead of them.
         self.unsent: dict[LinkCall[E], None] = {}

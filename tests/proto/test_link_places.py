@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from google.rpc import status_pb2
@@ -105,15 +106,15 @@ def test_messages_that_wait_to_be_taken_leave_replies_their_room(size: int) -> N
     each other."""
     peer = Peer(size)
     stream = peer.conversation.begin("/m", lambda body: None, lambda error: None)
-    for _ in range(3):
+    for _ in range(4):
         peer.conversation.send(stream, bytes(size))
     peer.flush()
     peer.give_memory()
-    (message,) = peer.places(link.CALL)
+    (first,), (second,) = peer.places(link.CALL), peer.places(link.MESSAGE)
     asks_room(peer, stream, size)
     (room,) = peer.places(link.ROOM)
-    assert message.size == room.size == size
-    assert room.offset + size <= message.offset or message.offset + size <= room.offset
-    assert not peer.places(link.MESSAGE)
-    peer.receive(link.TAKEN, stream.number, message.packed(), flags=link.PLACED)
-    assert [place.offset for place in peer.places(link.MESSAGE)] == [message.offset]
+    assert first.size == second.size == room.size == size
+    ends = sorted((place.offset, place.offset + size) for place in (first, second, room))
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))
+    peer.receive(link.TAKEN, stream.number, first.packed(), flags=link.PLACED)
+    assert [place.offset for place in peer.places(link.MESSAGE)] == [second.offset, first.offset]

@@ -65,11 +65,12 @@ class Exchange:
         self.span = options.get("span", 0)
         self._attempts = client._attempts(options.get("timeout_s"))
         self._shared = client._shared
-        # By the link messages are as large as the server takes and makes them, by a channel as that carries.
-        self._most_bytes, self._most_reply_bytes = limits.inline_limit_bytes, limits.max_reply_bytes
-        if not limits.is_linked:
-            # A larger one would end the stream, and with it the steps of other calls.
-            self._most_bytes, self._most_reply_bytes = min(self._most_bytes, MAX_TENSOR_BYTES), MAX_MESSAGE_BYTES
+        # A larger message would end a channel's stream, and with it the steps of other calls; a linked client may have
+        # to take a channel at any time.
+        self._most_bytes = min(limits.inline_limit_bytes, MAX_TENSOR_BYTES)
+        self._most_reply_bytes = (
+            min(limits.max_reply_bytes, MAX_MESSAGE_BYTES) if limits.is_linked else MAX_MESSAGE_BYTES
+        )
         self._last_number = 0
         self._timings: list[layers.StepTiming] = []
         # What ended the last request as a whole, if it was not answered per row.
@@ -114,7 +115,8 @@ class Exchange:
         try:
             for row in rows:
                 row.error = None
-            yield from self._rounds(rows)
+                row.apply_replies()  # that came to a call which was interrupted before it noted them
+            yield from self._rounds([row for row in rows if not row.is_over])
         finally:
             for row in rows:
                 row.release()

@@ -77,10 +77,10 @@ class Request:
             handles, accepted = np.frombuffer(self.handles, "<u8"), np.frombuffer(self.accepted, "<i4")
             columns = [column.tolist() for column in (handles, self.steps, self.positions, accepted)]
             rows = list[tuple[RowProgress, RowStep]]()
-            for row, handle, number, position, count in zip(
+            for row, handle, number, position, folded in zip(
                 self.batch.rows(self._hold.progress), *columns, strict=True
             ):
-                step = RowStep(number, position, count, 0, len(row.hidden), in_doubt=True)
+                step = RowStep(number, position, folded, 0, len(row.hidden), in_doubt=True)
                 row.home = Home(self.at, handle)
                 row.steps.append(step)
                 rows.append((row, step))

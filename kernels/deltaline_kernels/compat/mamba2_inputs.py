@@ -65,10 +65,14 @@ def pack_update(
 
 def join_tokens(parts: Mapping[str, Tensor | None], sizes: Mapping[str, int | None]) -> list[Any]:
     """Check `(batch, T, ...)` parts of these sizes; return them as `(batch * T, ...)`, and None as it is."""
-    for name, part in parts.items():
-        if part is not None:
-            check_operand(name, part, sizes)
-    return [None if part is None else part.flatten(0, 1) for part in parts.values()]
+    return [None if part is None else _join(name, part, sizes) for name, part in parts.items()]
+
+
+def _join(name: str, part: Tensor, sizes: Mapping[str, int | None]) -> Tensor:
+    check_operand(name, part, sizes)
+    if part.stride(-1) == 0:  # one value that is expanded stays one, where the rest may have to be copied
+        return part[..., :1].flatten(0, 1).expand(-1, -1, part.shape[-1])
+    return part.flatten(0, 1)
 
 
 def _is_tied(values: Tensor, dims: int) -> bool:

@@ -252,7 +252,7 @@ Global___ForkSequencesResponse: _TypeAlias = ForkSequencesResponse  # noqa: Y015
 @_typing.final
 class CreateSnapshotsRequest(_message.Message):
     """Asks for snapshots. Refused as ForkSequencesRequest, but that it needs a line for each: RESOURCE_EXHAUSTED, reason
-    NO_SNAPSHOT_LINES, where none is free and none can give way.
+    NO_SNAPSHOT_LINES, where none is free and none can give way, or others would be left fewer lines (docs/protocol.md).
     """
 
     DESCRIPTOR: _descriptor.Descriptor

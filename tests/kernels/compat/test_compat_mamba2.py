@@ -220,6 +220,22 @@ def test_update_of_several_tokens_matches_the_reference(path: Path, name: str) -
     check(selective_state_update(pool, **told), want, told, pool, want_pool)
 
 
+def test_a_time_step_of_a_head_stays_one_where_tokens_are_apart(path: Path) -> None:
+    """It decides which recurrence runs, so the bits are those of time steps that lie together."""
+    case = SEVERAL[next(iter(SEVERAL))]
+    told = by_row(make_call(case, path)[1], case.lengths[0])
+    values = told["dt"][..., 0]
+    apart = torch.cat((values, values), dim=1)[:, : values.shape[1]].unsqueeze(-1).expand_as(told["dt"])
+    assert values.shape[0] > 1 and not told["dt"].stride(-1) and apart.flatten(0, 1).stride(-1)
+    slots = list(range(len(case.lengths))) if case.slots is None else case.slots
+    pools = [make_states(case, slots).to(path.device) for _ in range(2)]
+    got, want = (
+        selective_state_update(pool, **told | {"dt": dt}) for pool, dt in zip(pools, (apart, told["dt"]), strict=True)
+    )
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(*pools, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("entries", [None, [0, 3, 5]])
 def test_states_of_each_token_go_to_a_buffer(path: Path, entries: list[int] | None, keeps: bool) -> None:

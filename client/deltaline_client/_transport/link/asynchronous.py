@@ -108,7 +108,7 @@ class AsyncLink:
         """Link memory of at least so many bytes, for as long as the connection lives; what was asked for in this size
         and came too late, if any. One at a time may wait for it. Raises DeltalineError."""
         made = self._asked.get(size_bytes)
-        if made is None:
+        if made is None or (made.done() and isinstance(made.result(), DeltalineError)):  # there may be some by now
             made = self._asked[size_bytes] = asyncio.get_running_loop().create_future()
             self._conversation.ask_memory(size_bytes, made.set_result)
             self._socket.flush()

@@ -115,7 +115,7 @@ class BlockingLink:
         """Link memory of at least so many bytes, for as long as the connection lives; what was asked for in this size
         and came too late, if any. Raises DeltalineError."""
         made = self._asked.get(size_bytes)
-        if made is None:
+        if made is None or (made and isinstance(made[0], DeltalineError)):  # there may be some by now
             made = self._asked[size_bytes] = []
             self._conversation.ask_memory(size_bytes, made.append)
         self._wait(lambda: made, timeout_s)

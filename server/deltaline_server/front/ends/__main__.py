@@ -26,7 +26,7 @@ from deltaline.conversation import Conversation
 from deltaline.link_socket import LinkSocket
 from deltaline_server import log
 from deltaline_server.front.ends.forward import Forward
-from deltaline_server.front.ends.memory import most_bytes, request_bytes
+from deltaline_server.front.ends.memory import most_bytes
 from deltaline_server.front.grpc_port import SERVICES, add_port, grpc_options
 from deltaline_server.front.port.descriptors import connections
 from deltaline_server.front.port.gate import Gate
@@ -72,7 +72,7 @@ async def _serve(
     asyncio.get_running_loop().set_exception_handler(_fault)
     core.recv(link.MAX_PACKET_BYTES)  # the welcome of who started this process: it tells nothing new
     core.setblocking(False)
-    conversation: Conversation[status_pb2.Status] = Conversation(message_bytes, _told, request_bytes(message_bytes))
+    conversation: Conversation[status_pb2.Status] = Conversation(message_bytes, _told)
     connection = LinkSocket(core, conversation)
     server = grpc.aio.server(options=[*options, _NO_PROBE])
     forward = Forward(connection, SERVICES, Gate())

@@ -15,13 +15,7 @@ def most_bytes(message_bytes: int) -> int:
     return _BASE_BYTES + _MESSAGES * message_bytes
 
 
-def request_bytes(message_bytes: int) -> int:
-    """Link memory of a front end's for requests: of the largest, twice, since the core keeps the places of some for
-    their replies. message_bytes: most bytes of a request."""
-    return link.memory_bytes(message_bytes)
-
-
 def link_bytes(message_bytes: int) -> int:
     """Link memory that a front end may have, shared with the core: twice what it asks for, requests' and replies',
     since that of one that ended is given back a little later. message_bytes: most bytes of a request."""
-    return 2 * request_bytes(message_bytes) + link.memory_bytes(message_bytes)
+    return 3 * link.memory_bytes(message_bytes)

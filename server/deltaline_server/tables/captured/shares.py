@@ -39,7 +39,8 @@ class Shares:
             self._check_lines(count, principal, num_under_way)
 
     def check_create(self, slots: Slots, principal: Principal, is_pinned: bool) -> None:
-        """Both of `check_quota` and `check_pinned`, and of the lines that slots may keep without their snapshots."""
+        """`check` of snapshots of slots; of unpinned ones also NO_SNAPSHOT_LINES, as their sequences may keep the lines
+        once the snapshots are gone."""
         self.check(len(slots), principal, is_pinned)
         if not is_pinned:
             self._check_lines(self._waiting.num_more_of_create(slots), principal)

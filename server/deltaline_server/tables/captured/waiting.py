@@ -26,8 +26,8 @@ class Waiting:
         self._keepers = 2 if table.ledger.num_spans == 1 else 1
 
     def num_lines(self, owner: int | None = None) -> int:
-        """Lines that so many sequences of an owner (of anybody) wait on that they keep them, and no pinned snapshot or
-        state under way holds beside them."""
+        """Lines that sequences of an owner (of anybody) keep, or may, as enough of them wait on each; but those that a
+        pinned snapshot or a state under way holds as well."""
         table = self._table
         reads = np.bincount(self._reads(None)[0], minlength=table.lines.num_lines + 1)
         is_theirs = table.lines.references() == reads + self._room.line_holders()
