@@ -64,6 +64,8 @@ from deltaline_server.models.servable import layer_kinds
 PREFIXES = ("model.layers.", "model.language_model.layers.", "layers.", "language_model.layers.", "backbone.layers.")
 
 CPU = torch.device("cpu")
+# What old checkpoints have of a layer's rotary embedding, which follows from the config.
+FREQUENCIES = "rotary_emb.inv_freq"
 
 MixerFamily = (
     AttentionFamily
@@ -334,6 +336,7 @@ def _check_tensors(
             raise ModelError(f"{prefix}{i}.{name}: expected shape {list(expected[name])}, found nothing{_reason(name)}")
         passed_over = () if scope is Scope.BLOCK else block_family(config, kind).names
         extra = [name for name in extra if not name.startswith((*passed_over, *config.family.unread))]
+        extra = [name for name in extra if not name.endswith(FREQUENCIES)]
         if extra:
             name = extra[0]
             raise ModelError(f"{prefix}{i}.{name}: expected no such tensor in a served layer, found one{_reason(name)}")
