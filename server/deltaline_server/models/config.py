@@ -116,7 +116,7 @@ class ModelConfig:
         values = asdict(self)
         values.pop("unserved")
         if values["quantization"] is not None:
-            del values["quantization"]["left"]  # weights say it themselves
+            del values["quantization"]["left"], values["quantization"]["usual_block_size"]  # weights say it themselves
         for shape in values["shapes"].values():
             shape.pop("max_positions", None)
         for part in (values, values["experts"] or {}, values["streams"] or {}, *values["shapes"].values()):

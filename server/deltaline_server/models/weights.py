@@ -175,8 +175,9 @@ def opened(
     before it, the first around `source`; none where these are plain."""
     made: list[DequantisedTensors | SharedBlocks] = []
     if config.quantization is not None:
-        block, stays = config.quantization.weight_block_size, can_multiply_fp8(placement.device)
-        made.append(DequantisedTensors(source, block, stays=stays, dtype=placement.dtype))
+        block, usual = config.quantization.weight_block_size, config.quantization.usual_block_size
+        stays = can_multiply_fp8(placement.device)
+        made.append(DequantisedTensors(source, block, usual=usual, stays=stays, dtype=placement.dtype))
     if config.shared_blocks is not None:
         made.append(config.shared_blocks.of(made[-1] if made else source, config.layers))
     return tuple(made)

@@ -196,3 +196,9 @@ def test_experts_are_those_of_transformers(model_type: str, keys: dict[str, Any]
 def test_a_state_means_the_same_as_before_there_were_experts() -> None:
     assert "experts" not in ModelConfig.from_mapping(NEXT).meaning()
     assert ModelConfig.from_mapping(NEXT | {"num_experts": 12}).meaning()["experts"]["num_experts"] == 12
+
+
+@pytest.mark.parametrize("size", [{}, {"weight_block_size": None}])
+def test_of_quantised_weights_the_size_of_blocks_that_a_config_says_is_all_that_decides(size: dict[str, Any]) -> None:
+    raw = NEXT | {"quantization_config": {"quant_method": "fp8", **size}}
+    assert ModelConfig.from_mapping(raw).meaning()["quantization"] == {"weight_block_size": None}
