@@ -25,6 +25,8 @@ MAX_TENSORS = 1_000_000
 DTYPES = ("F32", "BF16", "F16")
 # Of weights that have scales.
 FP8 = "F8_E4M3"
+# Of scales that are powers of 2.
+E8M0 = "F8_E8M0"
 MAX_FILE_NAME_CHARS = 255
 LENGTH_BYTES = 8
 # What a clone without Git LFS has in the place of a file.

@@ -102,10 +102,11 @@ class ConfigReader:
             raise self.fail(key, f"an integer in {low}..{high}")
         return value
 
-    def positive(self, key: str, default: float | None = None) -> float:
+    def positive(self, key: str, default: float | None = None, *, or_zero: bool = False) -> float:
         value = self._values.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not MIN_FLOAT <= value <= MAX_FLOAT:
-            raise self.fail(key, "a positive number that fp32 holds")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not (MIN_FLOAT <= value <= MAX_FLOAT or (or_zero and value == 0)):
+            raise self.fail(key, "a positive number that fp32 holds" + (", or 0" if or_zero else ""))
         return float(value)
 
     def negative(self, key: str) -> float | None:

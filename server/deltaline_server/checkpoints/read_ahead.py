@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from deltaline_server.checkpoints.checkpoint import FP8, Checkpoint, TensorInfo, part_of
+from deltaline_server.checkpoints.checkpoint import E8M0, FP8, Checkpoint, TensorInfo, part_of
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.fingerprint import identity_of
 from deltaline_server.checkpoints.staging import PIECE_BYTES, Staging
@@ -24,7 +24,7 @@ from deltaline_server.checkpoints.tensor_file import TORCH_DTYPES, DescriptorByt
 MAX_THREADS = 8
 # Of tensors that nobody has asked for yet; one may be larger.
 WINDOW_BYTES = 2 << 30
-STORED_DTYPES = TORCH_DTYPES | {FP8: torch.float8_e4m3fn}
+STORED_DTYPES = TORCH_DTYPES | {FP8: torch.float8_e4m3fn, E8M0: torch.float8_e8m0fnu}
 
 
 class _Whole(NamedTuple):

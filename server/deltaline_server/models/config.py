@@ -116,7 +116,7 @@ class ModelConfig:
         values = asdict(self)
         values.pop("unserved")
         if values["quantization"] is not None:
-            del values["quantization"]["left"]  # weights say it themselves
+            del values["quantization"]["left"], values["quantization"]["usual_block_size"]  # weights say it themselves
         for shape in values["shapes"].values():
             shape.pop("max_positions", None)
         for part in (values, values["experts"] or {}, values["streams"] or {}, *values["shapes"].values()):
@@ -244,7 +244,7 @@ def _intermediate_size(config: ConfigReader, family: Family) -> int:
         return 4 * config.integer(family.hidden, 1, MAX_SIZE // 4)
     if family.adjusts_inner is not None:
         return family.adjusts_inner(config)
-    return config.integer(family.inner, 1, MAX_SIZE)
+    return config.integer(family.inner, 1, MAX_SIZE, default=family.default_inner)
 
 
 def _dtype(config: ConfigReader, raw: Mapping[str, Any]) -> str | None:

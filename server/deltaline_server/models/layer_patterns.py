@@ -92,7 +92,7 @@ def periodic_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     """Attention in every attn_layer_period-th layer from attn_layer_offset on, Mamba-1 in the others; experts in every
     expert_layer_period-th from expert_layer_offset on, if there are several, and a dense MLP in the others."""
     attention, experts = _period(config, "attn_layer", 8, 4), _period(config, "expert_layer", 2, 1)
-    key = config.spelling("num_experts", "num_local_experts")
+    key = config.spelling("num_local_experts", "num_experts")
     has_experts = config.integer(key, 1, MAX_SIZE, default=16) > 1
     return tuple(
         LayerConfig(

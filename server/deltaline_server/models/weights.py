@@ -64,6 +64,8 @@ from deltaline_server.models.servable import layer_kinds
 PREFIXES = ("model.layers.", "model.language_model.layers.", "layers.", "language_model.layers.", "backbone.layers.")
 
 CPU = torch.device("cpu")
+# What old checkpoints have of a layer's rotary embedding, which follows from the config.
+FREQUENCIES = "rotary_emb.inv_freq"
 
 MixerFamily = (
     AttentionFamily
@@ -173,8 +175,9 @@ def opened(
     before it, the first around `source`; none where these are plain."""
     made: list[DequantisedTensors | SharedBlocks] = []
     if config.quantization is not None:
-        block, stays = config.quantization.weight_block_size, can_multiply_fp8(placement.device)
-        made.append(DequantisedTensors(source, block, stays=stays, dtype=placement.dtype))
+        block, usual = config.quantization.weight_block_size, config.quantization.usual_block_size
+        stays = can_multiply_fp8(placement.device)
+        made.append(DequantisedTensors(source, block, usual=usual, stays=stays, dtype=placement.dtype))
     if config.shared_blocks is not None:
         made.append(config.shared_blocks.of(made[-1] if made else source, config.layers))
     return tuple(made)
@@ -334,6 +337,7 @@ def _check_tensors(
             raise ModelError(f"{prefix}{i}.{name}: expected shape {list(expected[name])}, found nothing{_reason(name)}")
         passed_over = () if scope is Scope.BLOCK else block_family(config, kind).names
         extra = [name for name in extra if not name.startswith((*passed_over, *config.family.unread))]
+        extra = [name for name in extra if not name.endswith(FREQUENCIES)]
         if extra:
             name = extra[0]
             raise ModelError(f"{prefix}{i}.{name}: expected no such tensor in a served layer, found one{_reason(name)}")

@@ -41,6 +41,27 @@ def test_shapes_are_read() -> None:
     assert (shape.key_channels, shape.value_channels, shape.conv_channels) == (256, 256, 768)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "named"),
+    [
+        ("qwen3_next", "Qwen3NextConfig"),
+        ("qwen3_5_text", "Qwen3_5TextConfig"),
+        ("qwen3_5_moe_text", "Qwen3_5MoeTextConfig"),
+    ],
+)
+def test_sizes_of_qwen_s_mixers_that_are_not_said_are_those_of_transformers(model_type: str, named: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: it is the oracle")
+    raw = {key: value for key, value in NEXT.items() if not key.startswith("linear_")} | {"model_type": model_type}
+    theirs = getattr(transformers, named)()
+    assert ModelConfig.from_mapping(raw).shapes[LINEAR] == GatedDeltaNetShape(
+        theirs.linear_num_key_heads,
+        theirs.linear_num_value_heads,
+        theirs.linear_key_head_dim,
+        theirs.linear_value_head_dim,
+        theirs.linear_conv_kernel_dim,
+    )
+
+
 def test_the_language_model_of_qwen3_5_is_nested() -> None:
     config = ModelConfig.from_mapping({"model_type": "qwen3_5", "text_config": TEXT, "hidden_size": 1})
     assert config.hidden_size == 1024
@@ -129,7 +150,7 @@ def test_refused_by_name(keys: dict[str, Any], message: str) -> None:
         ModelConfig.from_mapping(NEXT | keys)
 
 
-@pytest.mark.parametrize("key", sorted(TEXT.keys() - {"hidden_act", "rms_norm_eps"}))
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "num_hidden_layers"])
 def test_a_missing_key_is_named(key: str) -> None:
     text = {name: value for name, value in TEXT.items() if name != key}
     with pytest.raises(ModelError, match=rf"^text_config\.{key}: expected .*, got nothing$"):
@@ -196,3 +217,9 @@ def test_experts_are_those_of_transformers(model_type: str, keys: dict[str, Any]
 def test_a_state_means_the_same_as_before_there_were_experts() -> None:
     assert "experts" not in ModelConfig.from_mapping(NEXT).meaning()
     assert ModelConfig.from_mapping(NEXT | {"num_experts": 12}).meaning()["experts"]["num_experts"] == 12
+
+
+@pytest.mark.parametrize("size", [{}, {"weight_block_size": None}])
+def test_of_quantised_weights_the_size_of_blocks_that_a_config_says_is_all_that_decides(size: dict[str, Any]) -> None:
+    raw = NEXT | {"quantization_config": {"quant_method": "fp8", **size}}
+    assert ModelConfig.from_mapping(raw).meaning()["quantization"] == {"weight_block_size": None}

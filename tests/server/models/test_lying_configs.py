@@ -402,7 +402,7 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (ZAMBA, "hidden_act", "silu", "expected 'gelu', got 'silu'"),
     (ZAMBA, "add_bias_linear", 0, "expected true or false, got 0"),
     (ZAMBA, "intermediate_size", "48", "expected an integer in 1..1048576, got '48'"),
-    (ZAMBA, "time_step_min", 0, "expected a positive number that fp32 holds, got 0"),
+    (ZAMBA, "time_step_min", -1, "expected a positive number that fp32 holds, or 0, got -1"),
     (ZAMBA, "hc_mult", 4, "expected none: zamba2 is served with one residual, got 4"),
 ]
 

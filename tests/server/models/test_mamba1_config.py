@@ -64,6 +64,13 @@ def test_jamba() -> None:
     assert {layer.mlp for layer in dense.layers} == {MlpKind.DENSE} and dense.experts is None
 
 
+def test_of_jamba_s_two_spellings_of_a_number_of_experts_that_counts_which_transformers_takes() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: it is the oracle")
+    both = {"num_experts": 1, "num_local_experts": 4}
+    experts = ModelConfig.from_mapping(JAMBA | both).experts
+    assert experts is not None and experts.num_experts == transformers.JambaConfig(**both).num_experts == 4
+
+
 def test_one_rank_s_share() -> None:
     shape = ModelConfig.from_mapping(MAMBA1).shapes[MixerKind.MAMBA1]
     assert shape.shard(4) == Mamba1Shape(1, 2, 16, 16, 4, has_conv_bias=True, has_bias=False, **SCAN)

@@ -75,6 +75,18 @@ def test_the_old_spellings_of_a_mixer() -> None:
         ModelConfig.from_mapping(NEMOTRON | {"mamba_n_groups": 3})
 
 
+@pytest.mark.parametrize("least", [0, 0.0])
+def test_the_least_time_step_may_be_zero(least: float) -> None:
+    shape = ModelConfig.from_mapping(NEMOTRON | {"time_step_min": least}).shapes[MixerKind.MAMBA2]
+    assert isinstance(shape, Mamba2Shape) and shape.dt_limit == (0.0, math.inf)
+
+
+def test_nemotron_h_need_not_say_the_size_of_mlps() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: it is the oracle")
+    raw = {key: value for key, value in NEMOTRON.items() if key != "intermediate_size"}
+    assert ModelConfig.from_mapping(raw).intermediate_size == transformers.NemotronHConfig().intermediate_size
+
+
 @pytest.mark.parametrize("text", ['[0.5, {"__float__": "Infinity"}]', "[0.5, Infinity]"])
 def test_infinity_in_either_spelling(text: str) -> None:
     config = ModelConfig.from_mapping(MAMBA2 | {"time_step_limit": json.loads(text)})
@@ -104,7 +116,8 @@ def test_infinity_in_either_spelling(text: str) -> None:
         (MAMBA2, {"time_step_limit": [10**400, math.inf]}, "time_step_limit: expected 0 <= least <= greatest"),
         (MAMBA2, {"time_step_limit": [0, 3.5e38]}, "time_step_limit: expected 0 <= least <= greatest"),
         (MAMBA2, {"layer_norm_epsilon": 10**400}, "layer_norm_epsilon: expected a positive number that fp32 holds"),
-        (NEMOTRON, {"time_step_min": 3.5e38}, "time_step_min: expected a positive number that fp32 holds"),
+        (NEMOTRON, {"time_step_min": 3.5e38}, "time_step_min: expected a positive number that fp32 holds, or 0, got"),
+        (NEMOTRON, {"time_step_min": False}, "time_step_min: expected a positive number that fp32 holds, or 0, got"),
         (MAMBA2, {"layer_norm_epsilon": 0}, "layer_norm_epsilon: expected a positive number that fp32 holds, got 0"),
         (NEMOTRON, {"layers_block_type": ["M", "conv"]}, r"layers_block_type: expected 1\.\.4096 of "),
         (NEMOTRON, {"layers_block_type": []}, r"layers_block_type: expected 1\.\.4096 of "),

@@ -276,6 +276,16 @@ def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
         check_model(options)
 
 
+@EXPERT_FORMS
+def test_blocks_need_not_be_said(tmp_path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    made = write_checkpoints(tmp_path, MOE, BLOCK, change)
+    path = made.quantised / "config.json"
+    raw = json.loads(path.read_text())
+    del raw["quantization_config"]["weight_block_size"]
+    path.write_text(json.dumps(raw))
+    assert_close(outputs(made.quantised), outputs(made.plain), NEAR)
+
+
 def test_scales_are_refused_whose_values_the_model_s_dtype_does_not_hold(tmp_path: Path) -> None:
     made = write_checkpoints(tmp_path, HYBRID | WHOLE_BLOCKS, BLOCK)
     [file] = made.quantised.glob("*.safetensors")

@@ -208,14 +208,34 @@ def respelled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def with_frequencies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same with those of a layer's rotary embedding, as old checkpoints have them."""
+    return tensors | {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+
+
+IN_MEMORY = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
+IN_MEMORY |= {"router.layer.weight": "router.weight"}
+
+
+def as_in_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same with Granite's experts as transformers names them once they are loaded."""
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        stem, is_expert, own = name.partition("block_sparse_moe.")
+        found[stem + is_expert + IN_MEMORY[own] if is_expert else name] = tensor
+    return found
+
+
 @pytest.mark.parametrize(
     ("config", "change"),
     [
         (HYBRID, dict),
+        (HYBRID, with_frequencies),
         (EXPERTS, dict),
         (EXPERTS, one_by_one),
         (BAMBA | {"attention_bias": True, "mlp_bias": True}, dict),
         (GRANITE, dict),
+        (GRANITE, as_in_memory),
         (OLMO, dict),
         (OLMO, respelled),
         (HYBRID | {"hc_mult": 2}, dict),

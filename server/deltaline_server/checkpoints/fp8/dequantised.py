@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deltaline_server.checkpoints.checkpoint import DTYPES, FP8, TensorInfo, TensorSource
+from deltaline_server.checkpoints.checkpoint import DTYPES, E8M0, FP8, TensorInfo, TensorSource
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import ALL
 
 # What stands behind a weight's name in that of its scales, whose products with the stored values are the weight.
 SCALES = ("_scale_inv", "_scale")
+SCALE_DTYPES = (*DTYPES, E8M0)
 # Scales of a module's inputs, which nothing is computed with: beside `weight`, and behind the name of stacked experts.
 INPUT_SCALES = ("input_scale", "activation_scale")
 MAX_E4M3 = 448.0
@@ -33,12 +34,15 @@ class DequantisedTensors:
         source: TensorSource,
         block: tuple[int, int] | None,
         *,
+        usual: tuple[int, int] | None = None,
         stays: bool = True,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """block: rows and columns that have one scale, None where a matrix has one. stays: whether weights may stay in
+        """block: rows and columns that have one scale, None where a matrix has one; usual: then, those
+        of a weight whose scales are not that, None where there must be one. stays: whether weights may stay in
         e4m3, else they are read as what they stand for alone. dtype: the model's, which must hold that."""
-        self._source, self._size, self._stays, self._limits = source, block, stays, torch.finfo(dtype)
+        self._source, self._size, self._usual = source, block, usual
+        self._stays, self._limits = stays, torch.finfo(dtype)
         stored = frozenset(source.names)
         self._scales = dict[str, list[str]]()
         for name in stored:
@@ -108,14 +112,14 @@ class DequantisedTensors:
         if len(shape) not in (2, 3) or 0 in shape:
             raise ModelError(f"{name}: expected 2 or 3 dimensions of 1 or more in {FP8}, got {list(shape)}")
         info = self._source.info(scales[0])
-        if info.dtype not in DTYPES:
-            raise ModelError(f"{scales[0]}: expected dtype {' or '.join(DTYPES)}, got {info.dtype}")
-        (*experts, rows, columns), block = shape, self._size or shape[-2:]
-        grid = (*experts, -(-rows // block[0]), -(-columns // block[1]))
-        if info.shape == grid or (self._size is None and info.shape in ((), (1,), tuple(experts), (*experts, 1))):
-            return block[0], block[1]
-        if experts and grid[1] == 1 and rows % 2 == 0 and info.shape == (*experts, 2, grid[2]):
-            return rows // 2, block[1]
+        if info.dtype not in SCALE_DTYPES:
+            raise ModelError(f"{scales[0]}: expected dtype {' or '.join(SCALE_DTYPES)}, got {info.dtype}")
+        block = _fitting(info.shape, shape, self._size)
+        if block is None and self._usual is not None:
+            block = _fitting(info.shape, shape, self._usual)
+        if block is not None:
+            return block
+        grid = _grid(shape, self._size or shape[-2:])
         size = "one, as config.json has no" if self._size is None else f"{list(self._size)}, the"
         why = f"shape {list(grid)} of a weight {list(shape)} ({size} weight_block_size)"
         raise ModelError(f"{scales[0]}: expected {why}, got {list(info.shape)}")
@@ -146,6 +150,23 @@ class _Stored:
 
     def read_scales(self) -> Tensor:
         return self.source.read_scales(self.name)
+
+
+def _grid(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of a weight's blocks."""
+    return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+
+
+def _fitting(scales: tuple[int, ...], shape: tuple[int, ...], size: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Rows and columns that have one scale where scales of this shape are those of blocks of this size, None for a
+    whole matrix; None where they are not."""
+    (*experts, rows, _), (height, width) = shape, size or shape[-2:]
+    grid = _grid(shape, (height, width))
+    if scales == grid or (size is None and scales in ((), (1,), tuple(experts), (*experts, 1))):
+        return height, width
+    if experts and grid[1] == 1 and rows % 2 == 0 and scales == (*experts, 2, grid[2]):
+        return rows // 2, width
+    return None
 
 
 def _input_scale(weight: str, suffix: str) -> str:

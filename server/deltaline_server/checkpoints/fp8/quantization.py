@@ -11,6 +11,8 @@ from deltaline_server.checkpoints.config_reader import ConfigReader
 KEY = "quantization_config"
 # A block may be larger than a tensor, but no larger than the largest that is served.
 MAX_BLOCK = 1 << 20
+# Where a config does not say it.
+USUAL_BLOCK = (128, 128)
 SERVED = "'fp8' (e4m3 weights with scales of blocks or of whole tensors; no other quantised weights are served)"
 
 
@@ -18,12 +20,15 @@ SERVED = "'fp8' (e4m3 weights with scales of blocks or of whole tensors; no othe
 class Quantization:
     """FP8 weights. weight_block_size: the rows and columns that have one scale, None where whole tensors have one.
 
+    usual_block_size: those of a weight that has several scales all the same, None where none may.
+
     left: the ends of the names of modules that are not quantised. Of stored tensors their own dtype says whether they
     are, whatever these say.
     """
 
     weight_block_size: tuple[int, int] | None
     left: tuple[str, ...] = ()
+    usual_block_size: tuple[int, int] | None = None
 
     def covers(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this name and shape is to be quantised: the weight of a linear module, or stacked ones,
@@ -50,7 +55,7 @@ class Quantization:
             left += names
         size = config.get("weight_block_size")
         if size is None:
-            return cls(None, tuple(left))
+            return cls(None, tuple(left), None if config.says("weight_block_size") else USUAL_BLOCK)
         if not isinstance(size, list) or len(size) != 2 or not all(_is_size(one) for one in size):
             raise config.fail("weight_block_size", f"two integers in 1..{MAX_BLOCK}")
         return cls((size[0], size[1]), tuple(left))

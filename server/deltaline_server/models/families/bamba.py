@@ -106,5 +106,11 @@ BAMBA: dict[str, Family] = {
         default_eps=1e-6,
         inner="shared_intermediate_size",
         residual_multiplier="residual_multiplier",
+        # As transformers has them in memory.
+        spellings={
+            "block_sparse_moe.input_linear.weight": ("block_sparse_moe.experts.gate_up_proj",),
+            "block_sparse_moe.output_linear.weight": ("block_sparse_moe.experts.down_proj",),
+            "block_sparse_moe.router.layer.weight": ("block_sparse_moe.router.weight",),
+        },
     ),
 }

@@ -36,11 +36,12 @@ class Family:
     StreamConfig has it. mlp_limit: the key of the limit of gates of dense MLPs, None where there is none. activation:
     the key that must say silu; mlp_activation: the one that must say what the blocks' MLP computes, None where it is
     the same. eps, default_eps: the key of the norms' epsilon, and what it is where a config does not say, None where it
-    must. hidden: the key of the hidden size. inner: the key of the size of dense MLPs, None where there are none.
-    mlp_bias: the key of whether they have biases, None where they have none. residual_multiplier: the key of what
-    multiplies what branches add, None where nothing does. mlp_scales: the key of what gates and outputs of dense MLPs
-    are multiplied by, None where nothing. sums_in_fp32: whether residual_in_fp32 is asked. adjusts_inner: what makes
-    the size of dense MLPs of the config, None where that says it.
+    must. hidden: the key of the hidden size. inner: the key of the size of dense MLPs, None where there are none;
+    default_inner: what it is where a config does not say, None where it must. mlp_bias: the key of whether they have
+    biases, None where they have none. residual_multiplier: the key of what multiplies what branches add, None where
+    nothing does. mlp_scales: the key of what gates and outputs of dense MLPs are multiplied by, None where nothing.
+    sums_in_fp32: whether residual_in_fp32 is asked. adjusts_inner: what makes the size of dense MLPs of the config,
+    None where that says it.
     """
 
     layers: Callable[[ConfigReader], tuple[LayerConfig, ...]]
@@ -57,6 +58,7 @@ class Family:
     default_eps: float | None = None
     hidden: str = "hidden_size"
     inner: str | None = "intermediate_size"
+    default_inner: int | None = None
     residual_multiplier: str | None = None
     mlp_scales: str | None = None
     mlp_bias: str | None = None

@@ -39,7 +39,7 @@ JAMBA = Family(
         2,
         normalises=False,
         inner=14_336,
-        count_keys=("num_experts", "num_local_experts"),
+        count_keys=("num_local_experts", "num_experts"),
         inner_key="intermediate_size",
         shared_key=None,
     ),

@@ -69,4 +69,5 @@ NEMOTRON_H = Family(
     mlp_bias="mlp_bias",
     eps="layer_norm_epsilon",
     default_eps=1e-5,
+    default_inner=21504,
 )

@@ -25,28 +25,28 @@ class GatedDeltaNetKeys:
 
     def read(self, config: ConfigReader) -> GatedDeltaNetShape:
         """Read their sizes. Raises ModelError naming the key."""
-        key_heads = self._integer(config, "linear_num_key_heads", MAX_HEADS, lambda: _heads(config))
-        value_heads = self._integer(config, "linear_num_value_heads", MAX_HEADS, lambda: _heads(config))
+        key_heads = self._integer(config, "linear_num_key_heads", MAX_HEADS, 16, lambda: _heads(config))
+        value_heads = self._integer(config, "linear_num_value_heads", MAX_HEADS, 32, lambda: _heads(config))
         hidden = config.integer("hidden_size", 1, MAX_SIZE)
-        key_dim = self._integer(config, "linear_key_head_dim", MAX_HEAD_DIM, lambda: int(0.75 * hidden / key_heads))
+        key_dim = self._integer(
+            config, "linear_key_head_dim", MAX_HEAD_DIM, 128, lambda: int(0.75 * hidden / key_heads)
+        )
         shape = GatedDeltaNetShape(
             num_key_heads=key_heads,
             num_value_heads=value_heads,
             key_dim=key_dim,
-            value_dim=self._integer(config, "linear_value_head_dim", MAX_HEAD_DIM, lambda: 2 * key_dim),
-            conv_width=config.integer(
-                "linear_conv_kernel_dim", MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4 if self.derives_sizes else None
-            ),
+            value_dim=self._integer(config, "linear_value_head_dim", MAX_HEAD_DIM, 128, lambda: 2 * key_dim),
+            conv_width=config.integer("linear_conv_kernel_dim", MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
             doubles_updates=self.doubles_updates is not None and config.flag(self.doubles_updates, default=True),
         )
         if shape.num_value_heads % shape.num_key_heads:
             raise config.fail("linear_num_value_heads", f"a multiple of linear_num_key_heads ({shape.num_key_heads})")
         return shape
 
-    def _integer(self, config: ConfigReader, key: str, most: int, derived: Callable[[], int]) -> int:
-        """A size, which may be derived where the config does not say it."""
+    def _integer(self, config: ConfigReader, key: str, most: int, usual: int, derived: Callable[[], int]) -> int:
+        """A size; where the config does not say it the usual one, or a derived one."""
         if not self.derives_sizes or config.get(key) is not None:
-            return config.integer(key, 1, most)
+            return config.integer(key, 1, most, default=usual)
         if not 1 <= (size := derived()) <= most:
             raise config.fail(key, f"an integer in 1..{most}, not the {size} that follows from attention's heads")
         return size

@@ -66,7 +66,7 @@ class Mamba2Keys:
         if self.least_dt is None:
             limits = _time_step_limits(config, "time_step_limit")
         else:
-            limits = config.positive(config.spelling(*self.least_dt), default=0.001), math.inf
+            limits = config.positive(config.spelling(*self.least_dt), default=0.001, or_zero=True), math.inf
         norm_groups = groups if self.norms_groups else 1
         if self.norm is not None and not config.flag(self.norm, default=False):
             norm_groups = 0

@@ -19,6 +19,7 @@ from deltaline_server.checkpoints.checkpoint import Checkpoint, TensorSource
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.fingerprint import HashedTensors
 from deltaline_server.checkpoints.fp8.dequantised import DequantisedTensors
+from deltaline_server.checkpoints.fp8.quantization import Quantization
 from deltaline_server.checkpoints.read_ahead import ReadAhead
 
 NAME = "layers.0.proj.weight"
@@ -88,6 +89,19 @@ def test_scales_and_weight_are_all_that_is_hashed_and_once(tmp_path: Path) -> No
     assert hashed.identity()[0][1:3] == [[300, 150], "F8_E4M3"]
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_scales_may_be_powers_of_2(tmp_path: Path, source: str) -> None:
+    stored = torch.randn(300, 150).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[0.5, 2.0], [1.0, 2.0**-100], [4.0, 2.0**-120]])
+    tensors = {"w": stored, "w_scale_inv": scales.to(torch.float8_e8m0fnu)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(Checkpoint(tmp_path))
+        found = DequantisedTensors(SOURCES[source](checkpoint, stack), BLOCK).read("w", slice(100, 300), ALL)
+    every = scales.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)[:300, :150]
+    assert torch.equal(found, (stored.float() * every)[100:])
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_weight_may_have_one_scale(tmp_path: Path, shape: tuple[int, ...]) -> None:
     made = quantise(torch.randn(30, 40), None)
@@ -122,6 +136,7 @@ def test_halves_of_small_stacked_experts_have_a_scale_each(tmp_path: Path, block
 E4M3 = torch.ones(300, 150).to(torch.float8_e4m3fn)
 SCALES = torch.ones(3, 2)
 SCALE = "w_scale_inv"
+NO_SIZE: dict[str, Any] = {"weight_block_size": None}
 LIES: list[tuple[dict[str, Any], str]] = [
     ({}, "w_scale_inv: expected the scales of a weight of dtype F8_E4M3, found nothing"),
     ({SCALE: torch.ones(3, 3)}, "w_scale_inv: expected shape [3, 2] of a weight [300, 150] ([128, 128], the weight"),
@@ -129,8 +144,7 @@ LIES: list[tuple[dict[str, Any], str]] = [
     ({SCALE: torch.ones(6)}, "w_scale_inv: expected shape [3, 2] of a weight"),
     ({SCALE: torch.tensor(1.0)}, "w_scale_inv: expected shape [3, 2] of a weight"),
     ({SCALE: torch.ones(1, 3, 2)}, "w_scale_inv: expected shape [3, 2] of a weight"),
-    ({SCALE: SCALES.to(torch.int32)}, "w_scale_inv: expected dtype F32 or BF16 or F16, got I32"),
-    ({SCALE: SCALES.to(torch.float8_e8m0fnu)}, "w_scale_inv: expected dtype F32 or BF16 or F16, got F8_E8M0"),
+    ({SCALE: SCALES.to(torch.int32)}, "w_scale_inv: expected dtype F32 or BF16 or F16 or F8_E8M0, got I32"),
     ({SCALE: SCALES, "w_scale": SCALES}, "w_scale_inv: expected the scales of a weight of dtype F8_E4M3, found w_sc"),
     ({SCALE: SCALES, "w": E4M3.float()}, "w_scale_inv: expected none beside a weight of dtype F32, found one"),
     ({SCALE: SCALES, "w": E4M3.to(torch.float8_e5m2)}, "w: expected dtype F32 or BF16 or F16 or F8_E4M3, got F8_E5M2"),
@@ -153,6 +167,20 @@ def test_scales_that_do_not_fit_are_refused_before_they_are_read(
 def test_scales_of_blocks_want_a_size_of_blocks(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^w_scale_inv: .* \(one, as config.json has no weight_block_size\), got \[3"):
         opened(tmp_path, None, w=E4M3, w_scale_inv=SCALES).info("w")
+
+
+def test_where_a_config_does_not_say_it_weights_have_one_scale_or_those_of_the_usual_blocks(tmp_path: Path) -> None:
+    """Each as its own scales are."""
+    block = {"quant_method": "fp8"}
+    said, unsaid = (Quantization.read({"quantization_config": block | more}) for more in (NO_SIZE, {}))
+    assert said is not None and unsaid is not None and said.usual_block_size is None
+    made = {"a": quantise(torch.randn(300, 150), BLOCK), "b": quantise(torch.randn(3, 300, 150), BLOCK)}
+    made |= {"c": quantise(torch.randn(300, 150), None), "d": quantise(torch.randn(3, 300, 150), None)}
+    stored = {name: one.stored for name, one in made.items()}
+    save_file(stored | {f"{name}_scale": one.scales for name, one in made.items()}, tmp_path / "model.safetensors")
+    tensors = DequantisedTensors(Checkpoint(tmp_path), unsaid.weight_block_size, usual=unsaid.usual_block_size)
+    for name, one in made.items():
+        assert torch.equal(tensors.read(name, ALL, ALL), one.meant)
 
 
 @pytest.mark.parametrize("lie", [0.0, -1.0, float("inf"), float("nan"), 1e36])
