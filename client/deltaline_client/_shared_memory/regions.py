@@ -29,6 +29,7 @@ from deltaline.v1 import tensor_pb2
 from deltaline_client._arrays import Array, Shape
 from deltaline_client._exceptions import DeltalineError, InvalidSharedMemory, ProtocolError
 from deltaline_client._integers import check_integer
+from deltaline_client._transport.channels.channel import MAX_TENSOR_BYTES
 from deltaline_client._transport.flow import Flow, Server, Sleep, TakeMemory, call
 from deltaline_client._transport.methods import CREATE_MEMORY, RELEASE_MEMORY
 from deltaline_client._transport.retry import Attempts
@@ -123,11 +124,12 @@ class SharedMemory:
         self._to_release: list[tuple[int, Server]] = []
 
     def linked(self, inline_limit_bytes: int) -> None:
-        """Calls go by the local link: place what is larger than its packets, up to what a message may carry, so that
-        it can still go in one. The region is asked for behind the first such request."""
-        if not self._size_bytes and inline_limit_bytes >= _LINK_BYTES:
-            self._by_default = range(_LINK_BYTES, inline_limit_bytes + 1)
-            self._size_bytes = 4 * inline_limit_bytes
+        """Calls go by the local link: place what is larger than its packets, up to what a message may carry, of gRPC
+        too, so that it can still go in one. The region is asked for behind the first such request."""
+        most_bytes = min(inline_limit_bytes, MAX_TENSOR_BYTES)
+        if not self._size_bytes and most_bytes >= _LINK_BYTES:
+            self._by_default = range(_LINK_BYTES, most_bytes + 1)
+            self._size_bytes = 4 * most_bytes
 
     def ready(self, limits: ServerInfo, attempts: Attempts, owner: Server | None = None) -> Flow[None]:
         """Ask the server that has told its limits for a region, unless there is one of it or can be none. While another

@@ -241,17 +241,19 @@ class Exchange:
     def _take(self, request: Request, answer: Answer) -> bool:
         """Note what became of the rows of a request. Returns whether all were applied."""
         is_applied, error = False, answer if isinstance(answer, DeltalineError) else None
-        if not isinstance(answer, DeltalineError):
-            try:
-                outputs = request.read(answer)
-            except ProtocolError as wrong:
-                error = wrong.with_traceback(None)  # which would hold the placement
-            else:
-                is_applied = self._note(request, answer, outputs)
-        if error is not None:
-            self._fail(request, error)
-        if request.placement is not None:
-            request.end(self._shared)
+        try:
+            if not isinstance(answer, DeltalineError):
+                try:
+                    outputs = request.read(answer)
+                except ProtocolError as wrong:
+                    error = wrong.with_traceback(None)  # which would hold the placement
+                else:
+                    is_applied = self._note(request, answer, outputs)
+            if error is not None:
+                self._fail(request, error)
+        finally:
+            if request.placement is not None:
+                request.end(self._shared)
         return is_applied
 
     def _fail(self, request: Request, error: DeltalineError) -> None:

@@ -23,6 +23,7 @@ from rigs.shared_memory import lies_in_shared_memory
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline_client import AsyncClient, Client, InvalidSharedMemory
 from deltaline_client._shared_memory.regions import SharedMemory
+from deltaline_client._transport.channels.channel import MAX_TENSOR_BYTES
 from deltaline_client._transport.flow import Call, Sleep, TakeMemory
 from deltaline_client._transport.retry import Attempts, Retry
 
@@ -202,6 +203,25 @@ def test_a_full_region_that_another_call_has_replaced_is_not_replaced_again() ->
     placement = place("next", 8)
     assert placement is not None and placement.region == 2 and released == [1]
     maker.close()
+
+
+@pytest.mark.parametrize("inline_limit_bytes", [SIZE, 1 << 30])
+def test_what_the_link_places_unasked_can_go_by_grpc_as_well(inline_limit_bytes: int) -> None:
+    """A step that is placed and lost with the link goes on as a message."""
+    most_bytes = min(inline_limit_bytes, MAX_TENSOR_BYTES)
+    shared = SharedMemory(0)
+    limits: Any = SimpleNamespace(server_epoch=1, server="")
+    shared.linked(inline_limit_bytes)
+
+    def asks(num_bytes: int) -> list[int]:
+        """The bytes that are asked for behind a request of so many."""
+        hidden = np.broadcast_to(np.zeros(1, np.uint8), (num_bytes, 1))
+        assert shared.place(("one",), [hidden], hidden.shape, (1, 1)) is None
+        command = next(shared.ready(limits, Attempts(Retry(), 2.0)), None)
+        return [command.size_bytes] if isinstance(command, TakeMemory) else []
+
+    assert asks(most_bytes + 1) == []
+    assert asks(most_bytes) == [4 * most_bytes]
 
 
 def with_region(size_bytes: int) -> SharedMemory:

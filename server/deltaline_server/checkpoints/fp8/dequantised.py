@@ -114,9 +114,8 @@ class DequantisedTensors:
         info = self._source.info(scales[0])
         if info.dtype not in SCALE_DTYPES:
             raise ModelError(f"{scales[0]}: expected dtype {' or '.join(SCALE_DTYPES)}, got {info.dtype}")
-        block = _fitting(info.shape, shape, self._size)
-        if block is None and self._usual is not None:
-            block = _fitting(info.shape, shape, self._usual)
+        block = None if self._usual is None else _fitting(info.shape, shape, self._usual)
+        block = block or _fitting(info.shape, shape, self._size)
         if block is not None:
             return block
         grid = _grid(shape, self._size or shape[-2:])

@@ -176,6 +176,7 @@ def test_where_a_config_does_not_say_it_weights_have_one_scale_or_those_of_the_u
     assert said is not None and unsaid is not None and said.usual_block_size is None
     made = {"a": quantise(torch.randn(300, 150), BLOCK), "b": quantise(torch.randn(3, 300, 150), BLOCK)}
     made |= {"c": quantise(torch.randn(300, 150), None), "d": quantise(torch.randn(3, 300, 150), None)}
+    made |= {"e": quantise(torch.randn(3, 200, 100), BLOCK)}  # two blocks, and no halves
     stored = {name: one.stored for name, one in made.items()}
     save_file(stored | {f"{name}_scale": one.scales for name, one in made.items()}, tmp_path / "model.safetensors")
     tensors = DequantisedTensors(Checkpoint(tmp_path), unsaid.weight_block_size, usual=unsaid.usual_block_size)
