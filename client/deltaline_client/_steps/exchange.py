@@ -68,9 +68,8 @@ class Exchange:
         # A larger message would end a channel's stream, and with it the steps of other calls; a linked client may have
         # to take a channel at any time.
         self._most_bytes = min(limits.inline_limit_bytes, MAX_TENSOR_BYTES)
-        self._most_reply_bytes = (
-            min(limits.max_reply_bytes, MAX_MESSAGE_BYTES) if limits.is_linked else MAX_MESSAGE_BYTES
-        )
+        # By the link a reply is as large as the server makes it, by a channel as that takes.
+        self._most_reply_bytes = limits.max_reply_bytes if limits.is_linked else MAX_MESSAGE_BYTES
         self._last_number = 0
         self._timings: list[layers.StepTiming] = []
         # What ended the last request as a whole, if it was not answered per row.
