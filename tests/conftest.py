@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -19,6 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = {}
+    logging.getLogger("asyncio").addFilter(_is_of_a_test)
+
+
+def _is_of_a_test(record: logging.LogRecord) -> bool:
+    """Whether a record isn't gRPC's about a call of an earlier test, whose loop is closed. pytest keeps records; the
+    traceback in that one has frames of whatever test it came into, and what a test looks for may live on in them."""
+    return "PollerCompletionQueue._handle_events" not in record.getMessage()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ import torch
 from grpc_status import rpc_status
 from rigs.adapter_cases import NEXT, adapter_config, adapter_tensors, base_weights, modules, write_adapter
 from rigs.adapter_rig import Clock, FakeDevice
+from rigs.layer_calls import streamed
 from rigs.target import LEAK, reason_of
 
 from deltaline.v1 import adapter_service_pb2 as pb
@@ -106,15 +107,8 @@ class Rig(Parts):
         return await self.send([first, *(pb.LoadAdapterRequest(chunk=piece) for piece in pieces)])
 
     async def send(self, messages: list[pb.LoadAdapterRequest]) -> pb.LoadAdapterResponse:
-        while True:
-            try:
-                response: pb.LoadAdapterResponse = await self.stub.LoadAdapter(iter(messages), timeout=60)
-            except grpc.aio.AioRpcError as error:
-                # A write that fails may put an error of grpc.aio's own in the place of the server's status.
-                if error.code() is not grpc.StatusCode.INTERNAL or error.trailing_metadata():
-                    raise
-            else:
-                return response
+        response: pb.LoadAdapterResponse = await streamed(self.stub.LoadAdapter, messages, timeout=60)
+        return response
 
     async def has_all_room(self) -> bool:
         """Whether all the bytes that uploads may have are free: one that announces them, and sends none, is let in."""

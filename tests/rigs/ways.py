@@ -12,14 +12,13 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 from google.rpc import status_pb2
 from grpc_status import rpc_status
+from rigs.layer_calls import UNTOLD
 from rigs.raw_link import connected_socket
 
 from deltaline import link
 from deltaline.conversation import Conversation
 from deltaline.link_socket import LinkSocket
 
-# What grpc.aio's client says, as INTERNAL, of some streams that end while it still begins them, whatever their status.
-_UNTOLD = "Internal error from Core"
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -49,7 +48,7 @@ class GrpcWay:
     async def call(self, method: MethodDescriptor, bodies: Sequence[bytes], metadata: Any, timeout_s: float) -> Said:
         while True:
             said = await self._call(method, bodies, metadata, timeout_s)
-            if said.text != _UNTOLD:
+            if said.text != UNTOLD:
                 return said
             timeout_s = 60.0  # the next time it is to be told
 

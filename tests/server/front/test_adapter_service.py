@@ -12,6 +12,7 @@ import torch
 from rigs.adapter_bad import BAD_FILES, BAD_NAMES
 from rigs.adapter_cases import adapter_config, with_magnitudes, write_adapter
 from rigs.adapter_server import LIMIT_BYTES, Rig, refused, running, serving
+from rigs.layer_calls import streamed
 from safetensors.torch import save
 
 from deltaline.v1 import adapter_service_pb2 as pb
@@ -132,7 +133,7 @@ async def test_a_server_without_a_folder_takes_uploads(tmp_path: Path) -> None:
 async def test_a_server_without_adapters_says_so() -> None:
     async with serving(AdapterService(None)) as (stub, _):
         for call in (
-            stub.LoadAdapter(iter([pb.LoadAdapterRequest(name="a")])),
+            streamed(stub.LoadAdapter, [pb.LoadAdapterRequest(name="a")]),
             stub.UnloadAdapter(pb.UnloadAdapterRequest(name="a")),
             stub.ListAdapters(pb.ListAdaptersRequest()),
         ):

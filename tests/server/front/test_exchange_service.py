@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
-from rigs.layer_calls import make_step, reason_of, refused, status_of
+from rigs.layer_calls import make_step, reason_of, refused, status_of, streamed
 from rigs.principals import entry, headers, write_principals
 from rigs.until import until
 from server.conftest import SMALL_MODEL
@@ -143,7 +143,7 @@ async def test_an_import_makes_a_snapshot_as_it_is_asked_to(channel: Any, stub: 
     opened, id = await snapshot_of(channel)
     content = b"".join(await export(state, id))
     assert content.startswith(b"dl-state")
-    came = (await state.ImportState(messages(content, lease_ms=40_000, pinned=True))).snapshot
+    came = (await streamed(state.ImportState, messages(content, lease_ms=40_000, pinned=True))).snapshot
     assert came.snapshot_id != id and (came.position, came.pinned, came.tier) == (3, True, prefix_pb2.TIER_HOST)
     assert 30_000 < came.lease_remaining_ms <= 40_000 and came.created_ms > 1.7e12
     assert {one.snapshot_id for one in await listed(state)} == {id, came.snapshot_id}
@@ -163,7 +163,7 @@ async def test_a_large_state_comes_in_messages_that_any_client_takes(wide: Serve
         _, id = await snapshot_of(channel)
         chunks = await export(state, id)
         assert sum(map(len, chunks)) > 4 << 20 and max(map(len, chunks)) == 1 << 20
-        assert (await state.ImportState(messages(b"".join(chunks), 1 << 20))).snapshot.position == 3
+        assert (await streamed(state.ImportState, messages(b"".join(chunks), 1 << 20))).snapshot.position == 3
 
 
 # -- sent again ------------------------------------------------------------------------------------------------------
@@ -172,24 +172,24 @@ async def test_a_large_state_comes_in_messages_that_any_client_takes(wide: Serve
 async def test_an_import_that_is_sent_again_is_done_once(channel: Any, state: Any, server: Server) -> None:
     _, id = await snapshot_of(channel)
     content = b"".join(await export(state, id))
-    both = await asyncio.gather(*(state.ImportState(messages(content, 500)) for _ in range(3)))
+    both = await asyncio.gather(*(streamed(state.ImportState, messages(content, 500)) for _ in range(3)))
     first = both[0]
     assert all(one == first for one in both)
-    assert await state.ImportState(messages(content)) == first
+    assert await streamed(state.ImportState, messages(content)) == first
     assert len(await listed(state)) == 2
-    again = await refused(state.ImportState(messages(content, pinned=True)))
+    again = await refused(streamed(state.ImportState, messages(content, pinned=True)))
     assert reason_of(status_of(again)) == "INVALID_REQUEST" and "request_id" in str(again.details())
     _, other = await snapshot_of(channel, 2, prefix_key=[b"k" * 16])
-    again = await refused(state.ImportState(messages(b"".join(await export(state, other)))))
+    again = await refused(streamed(state.ImportState, messages(b"".join(await export(state, other)))))
     assert reason_of(status_of(again)) == "INVALID_REQUEST", "another state under the same id"
-    new = await state.ImportState(messages(content, request_id=b"j" * 16))
+    new = await streamed(state.ImportState, messages(content, request_id=b"j" * 16))
     assert new.snapshot.snapshot_id != first.snapshot.snapshot_id
 
 
 async def test_one_that_is_sent_again_need_not_be_sent_whole(channel: Any, state: Any) -> None:
     _, id = await snapshot_of(channel)
     content = b"".join(await export(state, id))
-    first = await state.ImportState(messages(content))
+    first = await streamed(state.ImportState, messages(content))
     never = asyncio.Event()
 
     async def only_its_header() -> AsyncIterator[pb.ImportStateRequest]:
@@ -203,10 +203,10 @@ async def test_one_that_is_sent_again_need_not_be_sent_whole(channel: Any, state
 async def test_what_was_refused_may_be_sent_again_whole(channel: Any, state: Any) -> None:
     _, id = await snapshot_of(channel)
     content = b"".join(await export(state, id))
-    cut = await refused(state.ImportState(messages(content[:-1])))
+    cut = await refused(streamed(state.ImportState, messages(content[:-1])))
     assert (cut.code(), reason_of(status_of(cut))) == (grpc.StatusCode.DATA_LOSS, "STATE_DAMAGED")
     assert len(await listed(state)) == 1
-    assert (await state.ImportState(messages(content))).snapshot.position == 3
+    assert (await streamed(state.ImportState, messages(content))).snapshot.position == 3
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ async def test_a_server_without_host_memory_says_what_it_needs(make_server: Call
         state: Any = StateServiceStub(channel)
         _, id = await snapshot_of(channel)
         for call in (
-            state.ImportState(messages(b"x")),
+            streamed(state.ImportState, messages(b"x")),
             state.ExportState(pb.ExportStateRequest(snapshot_id=id)).read(),
         ):
             error = await refused(call)
@@ -241,7 +241,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 async def test_messages_that_are_wrong_are_refused_by_their_field(state: Any, what: str) -> None:
-    error = await refused(state.ImportState(iter(WRONG[what])))
+    error = await refused(streamed(state.ImportState, iter(WRONG[what])))
     assert (error.code(), reason_of(status_of(error))) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
 
 
@@ -272,12 +272,12 @@ async def test_another_s_snapshot_can_neither_be_exported_nor_told_from_none(
             said.add((error.code(), error.details(), status_of(error).SerializeToString()))
         assert len(said) == 1
         content = b"".join(await export(state, made.snapshot_id, **mine))
-        came = (await state.ImportState(messages(content), **theirs)).snapshot
-        error = await refused(state.ImportState(messages(content, request_id=b"j" * 16), **theirs))
+        came = (await streamed(state.ImportState, messages(content), **theirs)).snapshot
+        error = await refused(streamed(state.ImportState, messages(content, request_id=b"j" * 16), **theirs))
         assert reason_of(status_of(error)) == "QUOTA_EXCEEDED"
         error = await refused(state.ExportState(pb.ExportStateRequest(snapshot_id=came.snapshot_id), **mine).read())
         assert reason_of(status_of(error)) == "SNAPSHOT_UNKNOWN"
-        error = await refused(state.ImportState(messages(content), metadata=headers("c")))
+        error = await refused(streamed(state.ImportState, messages(content), metadata=headers("c")))
         assert reason_of(status_of(error)) == "ROLE_MISSING"
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
     did = [(one["message"], one["principal"]) for one in lines if one["message"] != "refused"]
@@ -323,11 +323,11 @@ async def test_an_import_that_is_cancelled_leaves_nothing(most: None, channel: A
     call = state.ImportState(stalling())
     await until(lambda: host.used_bytes > used_bytes)
     assert len(await listed(state)) == 1
-    busy = await refused(state.ImportState(messages(content)))
+    busy = await refused(streamed(state.ImportState, messages(content)))
     assert (busy.code(), reason_of(status_of(busy))) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")
     call.cancel()
     await until(lambda: host.used_bytes == used_bytes)
-    assert (await state.ImportState(messages(content))).snapshot.position == 3
+    assert (await streamed(state.ImportState, messages(content))).snapshot.position == 3
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from rigs.layer_calls import HIDDEN, make_step, reason_of, refused, status_of
+from rigs.layer_calls import HIDDEN, make_step, reason_of, refused, status_of, streamed
 from rigs.principals import entry, headers, write_principals
 
 from deltaline import wire
@@ -83,7 +83,7 @@ async def test_an_import_opens_a_sequence_that_goes_on_as_the_other_stood(
         make_server(host_state_bytes=1 << 22) as other,
         grpc.aio.insecure_channel(other.address) as channel,
     ):
-        came = await StateServiceStub(channel).ImportState(messages(content, lease_ms=40_000))
+        came = await streamed(StateServiceStub(channel).ImportState, messages(content, lease_ms=40_000))
         told, served = came.sequence, other.runtime.table
         assert (came.server_epoch, came.lease_ms) == (served.server_epoch, 40_000) and not came.HasField("snapshot")
         assert told.state == layers.SEQUENCE_STATE_OPEN and 30_000 < told.lease_remaining_ms <= 40_000
@@ -100,10 +100,10 @@ async def test_an_import_opens_a_sequence_that_goes_on_as_the_other_stood(
 
 async def test_an_import_that_is_sent_again_opens_one_sequence(stub: Any, state: Any, server: Server) -> None:
     content = await export(state, await stepped(stub))
-    both = await asyncio.gather(*(state.ImportState(messages(content, 500)) for _ in range(3)))
-    assert all(one == both[0] for one in both) and await state.ImportState(messages(content)) == both[0]
+    both = await asyncio.gather(*(streamed(state.ImportState, messages(content, 500)) for _ in range(3)))
+    assert all(one == both[0] for one in both) and await streamed(state.ImportState, messages(content)) == both[0]
     assert server.runtime.table.num_open == 2
-    other = await state.ImportState(messages(content, request_id=b"j" * 16))
+    other = await streamed(state.ImportState, messages(content, request_id=b"j" * 16))
     assert other.sequence.sequence != both[0].sequence.sequence
 
 
@@ -127,7 +127,7 @@ async def test_what_can_not_be_asked_of_a_sequence_is_refused(stub: Any, state: 
         (whole, {"lease_ms": 1 << 50}, "INVALID_REQUEST"),
         (whole[:-1], {}, "STATE_DAMAGED"),
     ):
-        error = await refused(state.ImportState(messages(content, **fields)))
+        error = await refused(streamed(state.ImportState, messages(content, **fields)))
         assert reason_of(status_of(error)) == reason, fields
     assert server.runtime.table.num_open == 1
 
@@ -160,11 +160,11 @@ async def test_another_s_sequence_can_not_be_exported_and_an_import_is_the_calle
         error = await refused(export(state, opened, **b))
         assert reason_of(status_of(error)) == "SEQUENCE_UNKNOWN"
         content = await export(state, opened, **a)
-        came = await state.ImportState(messages(content), **b)
+        came = await streamed(state.ImportState, messages(content), **b)
         describe = layers.DescribeSequencesRequest(server_epoch=came.server_epoch, sequence=[came.sequence.sequence])
         of_b, of_a = [(await stub.DescribeSequences(describe, **one)).sequences[0] for one in (b, a)]
         assert (of_b.state, of_a.state) == (layers.SEQUENCE_STATE_OPEN, layers.SEQUENCE_STATE_UNKNOWN)
-        error = await refused(state.ImportState(messages(content, request_id=b"j" * 16), **b))
+        error = await refused(streamed(state.ImportState, messages(content, request_id=b"j" * 16), **b))
         assert reason_of(status_of(error)) == "QUOTA_EXCEEDED"
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
     did = [(one["message"], one["principal"], one.get("sequences")) for one in lines if one["message"] != "refused"]
