@@ -8,8 +8,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from deltaline.sizes import readable_bytes
 from deltaline_cli.address import add_server, tls_of, token_of
-from deltaline_cli.text import ProgressLine, plural, readable_bytes, table
+from deltaline_cli.text import ProgressLine, plural, table
 from deltaline_client import Adapter, AdapterBytesExhausted, AdapterList, Client, DeltalineError
 from deltaline_client._adapters.types import HASH_DIGITS
 

@@ -13,16 +13,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
+from deltaline.sizes import readable_bytes
 from deltaline_cli.adapters import add_adapters
 from deltaline_cli.address import add_server, advise, tls_of, token_of
 from deltaline_cli.bench.command import bench
-from deltaline_cli.bench.options import BenchOptions, Lengths, parse_bytes, parse_mix
+from deltaline_cli.bench.options import BenchOptions, Lengths, bytes_of, parse_mix
 from deltaline_cli.bench.run import BenchError
 from deltaline_cli.demo import DemoError, demo, missing_packages
 from deltaline_cli.drain import add_drain
 from deltaline_cli.health import add_health
 from deltaline_cli.snapshots import add_snapshots
-from deltaline_cli.text import plural, readable_bytes, table
+from deltaline_cli.text import plural, table
 from deltaline_cli.top.command import add_top
 from deltaline_client import Client, DeadlineExceeded, DeltalineError, LayerSpan, Output, ServerInfo, Unavailable
 
@@ -99,7 +100,7 @@ def bench_options(options: argparse.Namespace) -> BenchOptions:
     values: dict[str, Any] = {option.name: getattr(options, option.name, None) for option in fields(BenchOptions)}
     values |= {"tls": tls_of(options), **token_of(options)}
     values["mix"] = parse_mix(options.mix)
-    values["shared_memory_bytes"] = parse_bytes(options.shared_memory_bytes, "--shared-memory-bytes")
+    values["shared_memory_bytes"] = bytes_of(options.shared_memory_bytes, "--shared-memory-bytes")
     values["prefill_tokens"] = Lengths.parse(options.prefill_tokens)
     return BenchOptions(**values)
 

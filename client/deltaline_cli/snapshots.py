@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+from deltaline.sizes import readable_bytes
 from deltaline_cli.address import add_server, tls_of, token_of
-from deltaline_cli.text import plural, readable_bytes, table
+from deltaline_cli.text import plural, table
 from deltaline_client import Client, Snapshot, SnapshotState
 
 _ABOUT = """\

@@ -17,18 +17,6 @@ def table(rows: Sequence[Sequence[str]], align: str) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def readable_bytes(count: int) -> str:
-    """Return a number of bytes in a readable unit."""
-    if count < 1024:
-        return f"{count} B"
-    size = count / 1024
-    for unit in ("KiB", "MiB"):
-        if size < 1023.95:  # more would be shown as 1024.0
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
 def plural(number: int, noun: str) -> str:
     """Return the noun as it goes with the number."""
     return noun if number == 1 else f"{noun}s"

@@ -13,7 +13,6 @@ from enum import Enum, IntEnum
 DOMAIN = "deltaline"
 # Python writes larger integers in powers of two alone.
 _DECIMAL_BITS = 4096
-_UNITS = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 
 class Code(IntEnum):
@@ -144,14 +143,6 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.refusal = Refusal(reason, message, metadata or {}, field, retry_after_s)
-
-
-def spelled_bytes(num_bytes: int) -> str:
-    """A number of bytes for a message: for example `1.5 GiB`, rounded to four digits; `512 bytes` below 1 KiB."""
-    for shift, unit in _UNITS:
-        if num_bytes >> shift:
-            return f"{num_bytes / (1 << shift):.4g} {unit}"
-    return f"{num_bytes} bytes"
 
 
 def shown(value: object) -> str:

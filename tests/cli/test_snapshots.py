@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rigs.running_sum import tokens
 
+from deltaline.sizes import readable_bytes
 from deltaline_cli import snapshots as command
 from deltaline_cli.main import main
-from deltaline_cli.text import readable_bytes
 from deltaline_client import Client
 
 NOW_S = 1_700_000_000.5 + 3 * 3600 + 60

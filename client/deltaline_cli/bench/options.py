@@ -9,13 +9,12 @@ from typing import Literal, Self, get_args
 
 import numpy as np
 
+from deltaline.sizes import parse_bytes
 from deltaline_client import Output, ServerInfo, Tls
 
 Kind = Literal["prefill", "decode", "verify"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Mix = dict[Kind, float]
-# Those of the server's own options.
-_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # A row of so many tokens is gigabytes of hidden states, all of them in memory at once.
 MAX_TOKENS = 2**20
 _LENGTHS = f"--prefill-tokens: expected N, LOW:HIGH or lognormal:MEDIAN,P99, each in 1 .. {MAX_TOKENS} and growing"
@@ -38,11 +37,10 @@ _LIMITS: dict[str, tuple[float, float]] = {
 _Z99 = 2.3263478740408408
 
 
-def parse_bytes(text: str, option: str) -> int:
+def bytes_of(text: str, option: str) -> int:
     """Read a number of bytes: "65536", "256MiB", "1.5GB". Raises ValueError naming the option."""
-    unit = next((unit for unit in _UNITS if text.upper().endswith(unit)), "")
     try:
-        return int(float(text[: -len(unit)]) * _UNITS[unit]) if unit else int(text)
+        return parse_bytes(text)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{option}: expected a number of bytes such as 256MiB, got {text!r}") from error
 

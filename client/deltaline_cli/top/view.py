@@ -8,7 +8,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from deltaline_cli.text import plural, readable_bytes
+from deltaline.sizes import readable_bytes
+from deltaline_cli.text import plural
 from deltaline_cli.top.frame import Frame, Rates
 from deltaline_client import AdapterList, ServerLoad
 

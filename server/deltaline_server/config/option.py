@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from deltaline.sizes import parse_bytes
 from deltaline_server import errors
 from deltaline_server.config.paths import why_refused
 from deltaline_server.log import FORMATS
 
-_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _BYTES = "a number of bytes such as 4MiB, its unit KiB, MiB, GiB, TiB, KB, MB, GB, TB or none"
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -82,8 +82,7 @@ def from_text(option: Field[Any], text: str, source: str) -> Any:
         if kind is bool:
             return _BOOLS[text.lower()]
         if option.name.endswith("_bytes"):
-            unit = next((unit for unit in _UNITS if text.upper().endswith(unit)), "")
-            return int(float(text[: -len(unit)]) * _UNITS[unit]) if unit else int(text)
+            return parse_bytes(text)
         return kind(text)
     except (KeyError, ValueError, OverflowError) as error:
         expected = _BYTES if option.name.endswith("_bytes") else _WORDS[kind]

@@ -13,10 +13,11 @@ from typing import Protocol, cast
 
 import grpc
 
+from deltaline.sizes import spelled_bytes
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline_server.adapters.directory import CONFIG_FILE, MAX_CONFIG_BYTES, check_name
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.errors import Reason, RequestError, spelled_bytes
+from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.interceptor import Context
 from deltaline_server.front.pace import PACE, Pace
 from deltaline_server.front.trust.principals import check_role, current_principal

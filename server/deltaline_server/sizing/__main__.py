@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from deltaline.sizes import readable_bytes
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config, ConfigError, flag
 from deltaline_server.errors import shown
@@ -25,7 +26,6 @@ from deltaline_server.sizing.host import on_host, ranks_on_host
 from deltaline_server.sizing.sizes import LayerSize, Sizes, size
 
 _CONTEXT_DIGITS = 12
-_UNITS = ("KiB", "MiB", "GiB", "TiB")
 _ABOUT = """\
 Tells what a server takes on its device, and how many sequences a budget of memory holds, from the checkpoint's config
 and the names of its tensors: no weight is read, nothing is allocated, no GPU is needed.
@@ -77,7 +77,7 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
     weights = sizes.weight_bytes
     rows = [
         ("on the device" if ranks == 1 else f"on each of {ranks} devices", "bytes", ""),
-        ("weights", _number(weights), _readable(weights)),
+        ("weights", _number(weights), readable_bytes(weights)),
         (f"lines of {sizes.options.counted_lines}", *_both(_lines_bytes(sizes))),
     ]
     if state.kv is not None:
@@ -107,7 +107,7 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
     message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
     if not config.front_ends or config.uds is not None:
         half_sent = (
-            f"beside them {_readable(most_half_sent_bytes(message_bytes))} of streams' messages that are half sent"
+            f"beside them {readable_bytes(most_half_sent_bytes(message_bytes))} of streams' messages that are half sent"
         )
         lines.append(f"on the host, for gRPC's clients, at most: {_exact(port_bytes(message_bytes))}; {half_sent}")
     if config.front_ends:
@@ -167,23 +167,15 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _both(count: int) -> tuple[str, str]:
-    return _number(count), _readable(count)
+    return _number(count), readable_bytes(count)
 
 
 def _exact(count: int) -> str:
-    return f"{_number(count)} bytes ({_readable(count)})" if count >= 1024 else f"{count} bytes"
+    return f"{_number(count)} bytes ({readable_bytes(count)})" if count >= 1024 else f"{count} bytes"
 
 
 def _number(count: int) -> str:
     return f"{count:,}"
-
-
-def _readable(count: int) -> str:
-    """A number of bytes in a readable unit."""
-    size, unit = count / 1024, 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.1f} {_UNITS[unit]}"
 
 
 if __name__ == "__main__":

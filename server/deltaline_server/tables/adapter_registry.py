@@ -16,7 +16,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import IntEnum
 
-from deltaline_server.errors import Reason, RequestError, shown, spelled_bytes
+from deltaline.sizes import spelled_bytes
+from deltaline_server.errors import Reason, RequestError, shown
 from deltaline_server.log import event
 from deltaline_server.principal import ANONYMOUS, SHARED, Principal
 from deltaline_server.tables.adapter_places import AdapterPlaces, Content

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltaline import link
-from deltaline_server.errors import spelled_bytes
+from deltaline.sizes import spelled_bytes
 from deltaline_server.front import grpc_port, layer_service, requests
 from deltaline_server.front.ends import forward, memory, reader
 from deltaline_server.front.link import held

@@ -18,9 +18,9 @@ from rigs.principals import as_anonymous
 from rigs.target import ADAPTER
 from safetensors.torch import save
 
+from deltaline.sizes import spelled_bytes
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline_server.adapters.directory import MAX_CONFIG_BYTES
-from deltaline_server.errors import spelled_bytes
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import grpc
 
-from deltaline_server.errors import Code, Reason, RequestError, spelled_bytes
+from deltaline.sizes import spelled_bytes
+from deltaline_server.errors import Code, Reason, RequestError
 from deltaline_server.front.port.shares import Shares
 from deltaline_server.front.port.slots import Slots
 

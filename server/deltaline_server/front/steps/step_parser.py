@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from deltaline import wire
+from deltaline.sizes import spelled_bytes
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
-from deltaline_server.errors import Reason, RequestError, spelled_bytes
+from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES
 from deltaline_server.front.steps.step_message import (
     Pattern,
