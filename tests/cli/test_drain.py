@@ -30,6 +30,7 @@ def test_with_wait_it_tells_what_is_left_until_the_server_is_gone(
     server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(drain, "POLL_S", 0.0)
+    monkeypatch.setattr(drain, "GONE_S", 5.0)
     stopped = threading.Event()
 
     def stop_and_tell() -> None:
@@ -77,6 +78,7 @@ def test_it_ends_with_the_server_whatever_answers_behind_it(
     server: Any, ends: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(drain, "POLL_S", 0.0)
+    monkeypatch.setattr(drain, "GONE_S", 5.0)
 
     def end() -> None:
         if ends == "another process":

@@ -139,7 +139,7 @@ async def test_the_time_of_the_drain_ends_it_whatever_is_left(tmp_path: Path) ->
         await begin(source, target, timeout_s=3.0)
         await one.step(DECODE)
         assert await ended(source) == 0
-        assert source.runtime.table.num_open == 1 and source.runtime.mover.num_failed
+        assert source.runtime.table.num_open == 1
         await source.runtime.drain.close()
 
 

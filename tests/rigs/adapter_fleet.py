@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rigs.adapter_cases import adapter_config, adapter_tensors, base_weights, modules, write_adapter
+from rigs.layer_calls import streamed
 from rigs.programs import Alone, Program
 from safetensors.torch import save
 
@@ -95,12 +95,7 @@ class Tenant:
         """Load from messages, or by name from the server's folder."""
         if isinstance(messages, str):
             messages = [pb.LoadAdapterRequest(name=messages, **options)]
-
-        async def stream() -> AsyncIterator[pb.LoadAdapterRequest]:
-            for message in messages:
-                yield message
-
-        response: pb.LoadAdapterResponse = await self.adapters.LoadAdapter(stream(), timeout=60)
+        response: pb.LoadAdapterResponse = await streamed(self.adapters.LoadAdapter, messages, timeout=60)
         return response
 
     async def unload(self, name: str, drain: bool = False) -> int:

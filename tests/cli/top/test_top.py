@@ -174,11 +174,11 @@ def test_a_frame_fits_its_width(server: Any, metrics_url: str, width: int) -> No
 
 
 def test_a_server_that_goes_away_is_told_and_the_rest_stays(server: Any) -> None:
-    with Client(server.address, timeout=1.0) as client:
-        watch = Watch(client, server.address, "http://127.0.0.1:1/metrics")
-        frame = watch.frame()
+    with Client(server.address) as client, Client(server.address, timeout=1.0) as hasty:
+        frame = Watch(client, server.address, "http://127.0.0.1:1/metrics").frame()
         assert isinstance(frame.rates, str) and frame.rates.startswith("no latencies and rates: http://127.0.0.1:1/")
         server.server.stop(None).wait()
+        watch = Watch(hasty, server.address, "http://127.0.0.1:1/metrics")
         later = watch.frame(last=frame)
         assert later.error.startswith("can't be asked: ") and later.load == frame.load
         assert "unreachable" in drawn(later, 80)[0]

@@ -146,7 +146,7 @@ async def test_watches_leave_probes_their_places(monkeypatch: pytest.MonkeyPatch
 
 async def test_its_place_is_free_once_its_time_is_over() -> None:
     made = Gate()
-    await given_up(made, 0.05)
+    await given_up(made, 1.0)
     assert made.calls.used == 1
     await asyncio.create_task(held(made, 0))
     await asyncio.sleep(0)
