@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from deltaline.sizes import readable_bytes
-from deltaline_cli.address import add_server, tls_of, token_of
+from deltaline_cli.address import add_actions, tls_of, token_of
 from deltaline_cli.text import ProgressLine, plural, table
 from deltaline_client import Adapter, AdapterBytesExhausted, AdapterList, Client, DeltalineError
 from deltaline_client._adapters.types import HASH_DIGITS
@@ -48,24 +48,7 @@ _LOAD_S, _MEMORY_S = 600.0, 60.0
 
 def add_adapters(commands: Any) -> None:
     """Add `adapters` and its commands to those of the command line."""
-    raw = argparse.RawDescriptionHelpFormatter
-    about = "load, unload and list the adapters of a server"
-    parser = commands.add_parser("adapters", help=about, description=_ABOUT, formatter_class=raw)
-    parser.set_defaults(run=run_adapters)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    served = argparse.ArgumentParser(add_help=False)
-    add_server(served, "--server")
-
-    def add(
-        action: str, about: str, description: str, timeout_s: float | None, default: str = "%(default)s"
-    ) -> argparse.ArgumentParser:
-        added: argparse.ArgumentParser = actions.add_parser(
-            action, parents=[served], help=about, description=description, formatter_class=raw
-        )
-        text = f"seconds until the command gives up, its retries included [{default}]"
-        added.add_argument("--timeout", default=timeout_s, type=float, metavar="SECONDS", help=text)
-        return added
-
+    add = add_actions(commands, "adapters", "load, unload and list the adapters of a server", _ABOUT, run_adapters)
     default = f"{_LOAD_S:g}, of them {_MEMORY_S:g} waiting for memory"
     load = add("load", "load an adapter from the server's folder, or from this machine", _LOAD, None, default)
     load.add_argument("name", metavar="NAME", help="1 to 64 of A-Z a-z 0-9 . _ - and no dot at its beginning")

@@ -9,8 +9,9 @@ import argparse
 import os
 import socket
 import sys
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import grpc
 
@@ -51,6 +52,31 @@ def add_server(parser: argparse.ArgumentParser, name: str = "server", default: s
     for flag, metavar, text in _TLS:
         variable = f"DELTALINE_{flag.removeprefix('--').replace('-', '_').upper()}"
         group.add_argument(flag, default=os.environ.get(variable) or None, metavar=metavar, help=text)
+
+
+def add_actions(
+    commands: Any, name: str, about: str, description: str, run: Callable[[argparse.Namespace], int]
+) -> Callable[..., argparse.ArgumentParser]:
+    """Add a command that has actions. What is returned adds one: its name, what it does, in a line and as text, the
+    seconds of its --timeout, and how its help tells them."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(name, help=about, description=description, formatter_class=raw)
+    parser.set_defaults(run=run)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    served = argparse.ArgumentParser(add_help=False)
+    add_server(served, "--server")
+
+    def add(
+        action: str, about: str, description: str, timeout_s: float | None, default: str = "%(default)s"
+    ) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = actions.add_parser(
+            action, parents=[served], help=about, description=description, formatter_class=raw
+        )
+        text = f"seconds until the command gives up, its retries included [{default}]"
+        added.add_argument("--timeout", default=timeout_s, type=float, metavar="SECONDS", help=text)
+        return added
+
+    return add
 
 
 class TokenArguments(TypedDict):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deltaline_cli.address import TokenArguments, tls_of, token_of
-from deltaline_cli.text import plural
+from deltaline_cli.text import plural, seconds_up_to
 from deltaline_client import Client, DeadlineExceeded, MoveTargetRefused, Stopping, Tls, Unavailable
 
 POLL_S = 0.2
@@ -43,7 +43,7 @@ def add_drain(commands: Any, served: argparse.ArgumentParser) -> None:
     about, raw = "let a server finish its sequences, and stop", argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser("drain", parents=[served], help=about, description=_ABOUT, formatter_class=raw)
     text = "seconds for which open sequences are stepped, a day at most; default: the server's own"
-    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help=text)
+    parser.add_argument("--timeout", type=seconds_up_to(MAX_TIMEOUT_S, "a day"), metavar="SECONDS", help=text)
     parser.add_argument("--wait", action="store_true", help="stay until the server has stopped")
     text = "HOST:PORT of a server to which open sequences are moved; may be given again"
     parser.add_argument("--to", action="append", default=[], metavar="ADDRESS", help=text)
@@ -104,14 +104,3 @@ def _wait(address: str, tls: Tls | None, token: TokenArguments, left: int) -> No
 
 def _open(count: int) -> str:
     return f"{count} {plural(count, 'sequence')} open"
-
-
-def _seconds(text: str) -> float:
-    """The time of a drain. Raises ArgumentTypeError."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= MAX_TIMEOUT_S:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, a day at most, got {text!r}")
-    return seconds

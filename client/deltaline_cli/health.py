@@ -18,6 +18,7 @@ from deltaline import link
 from deltaline.address import PORT, link_path
 from deltaline.tls import Tls, channel_of
 from deltaline_cli.address import add_server, tls_of
+from deltaline_cli.text import seconds_up_to
 
 SERVICE = "deltaline.v1.LayerService"
 _METHOD = "/grpc.health.v1.Health/Check"
@@ -102,18 +103,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add_server(parser, default=_local_address())
     parser.add_argument("--liveness", action="store_true", help="ask whether it is alive, not whether it is ready")
     text = "seconds to wait for the answer [%(default)s]"
-    parser.add_argument("--timeout", type=_seconds, default=3.0, metavar="SECONDS", help=text)
-
-
-def _seconds(text: str) -> float:
-    """A time to wait, up to an hour. Raises ArgumentTypeError: with less than nothing each server would seem dead."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, an hour at most, got {text!r}")
-    return seconds
+    parser.add_argument("--timeout", type=seconds_up_to(3600, "an hour"), default=3.0, metavar="SECONDS", help=text)
 
 
 def _local_address() -> str:

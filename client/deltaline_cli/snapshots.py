@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from deltaline.sizes import readable_bytes
-from deltaline_cli.address import add_server, tls_of, token_of
+from deltaline_cli.address import add_actions, tls_of, token_of
 from deltaline_cli.text import plural, table
 from deltaline_client import Client, Snapshot, SnapshotState
 
@@ -55,29 +55,15 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 def add_snapshots(commands: Any) -> None:
     """Add `snapshots` and its commands to those of the command line."""
-    raw = argparse.RawDescriptionHelpFormatter
     about = "list, show, save, load and release the snapshots of a server"
-    parser = commands.add_parser("snapshots", help=about, description=_ABOUT, formatter_class=raw)
-    parser.set_defaults(run=run_snapshots)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    served = argparse.ArgumentParser(add_help=False)
-    add_server(served, "--server")
-
-    def add(action: str, about: str, description: str, timeout_s: float = _TIMEOUT_S) -> argparse.ArgumentParser:
-        added: argparse.ArgumentParser = actions.add_parser(
-            action, parents=[served], help=about, description=description, formatter_class=raw
-        )
-        text = "seconds until the command gives up, its retries included [%(default)s]"
-        added.add_argument("--timeout", default=timeout_s, type=float, metavar="SECONDS", help=text)
-        return added
-
-    listing = add("list", "what snapshots there are", _LIST)
+    add = add_actions(commands, "snapshots", about, _ABOUT, run_snapshots)
+    listing = add("list", "what snapshots there are", _LIST, _TIMEOUT_S)
     listing.add_argument(
         "--json", action="store_true", help="print JSON, with whole ids, sizes in bytes, times in seconds"
     )
-    show = add("show", "one snapshot", _SHOW)
+    show = add("show", "one snapshot", _SHOW, _TIMEOUT_S)
     show.add_argument("id", metavar="ID", type=_beginning, help="the beginning of an id, in hexadecimal digits")
-    release = add("release", "end snapshots", _RELEASE)
+    release = add("release", "end snapshots", _RELEASE, _TIMEOUT_S)
     release.add_argument("ids", nargs="+", metavar="ID", type=_beginning, help="the beginnings of ids")
     save = add("save", "write one to a file", _SAVE, _FILE_TIMEOUT_S)
     save.add_argument("id", metavar="ID", type=_beginning, help="the beginning of an id, in hexadecimal digits")

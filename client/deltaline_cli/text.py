@@ -1,10 +1,11 @@
-"""What the command line prints with: tables whose columns line up, and a line that shows progress."""
+"""What the command line reads and prints with: times, tables whose columns line up, and a line that shows progress."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 
 
@@ -15,6 +16,21 @@ def table(rows: Sequence[Sequence[str]], align: str) -> str:
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)) for row in rows
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def seconds_up_to(most_s: float, spelled: str) -> Callable[[str], float]:
+    """What reads an option that is a time above 0. It raises ArgumentTypeError."""
+
+    def read(text: str) -> float:
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds <= most_s:
+            raise ArgumentTypeError(f"expected a number of seconds above 0, {spelled} at most, got {text!r}")
+        return seconds
+
+    return read
 
 
 def plural(number: int, noun: str) -> str:

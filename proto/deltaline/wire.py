@@ -36,13 +36,11 @@ Buffer = bytes | memoryview
 
 
 class WireError(ValueError):
-    """A tensor does not fit the contract. `field`, `expected` and `got` are texts without any element of it."""
+    """A tensor does not fit the contract. The message has no element of it. Attribute field: where it is wrong."""
 
     def __init__(self, field: str, expected: str, got: str) -> None:
         super().__init__(f"{field}: expected {expected}, got {got}")
         self.field = field
-        self.expected = expected
-        self.got = got
 
 
 class TensorTooLargeError(WireError):

@@ -34,7 +34,7 @@ class Code(IntEnum):
 
 
 class Reason(Enum):
-    """A stable reason; its value is the google.rpc.Code that it always travels with."""
+    """A stable reason. Its value is the google.rpc.Code that it travels with, and a number among those of that code."""
 
     INVALID_REQUEST = (Code.INVALID_ARGUMENT, 1)
     INVALID_TENSOR = (Code.INVALID_ARGUMENT, 2)
@@ -143,6 +143,11 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.refusal = Refusal(reason, message, metadata or {}, field, retry_after_s)
+
+
+def invalid(field: str, message: str) -> RequestError:
+    """What refuses a request for the value of a field."""
+    return RequestError(Reason.INVALID_REQUEST, f"{field}: {message}", field=field)
 
 
 def shown(value: object) -> str:

@@ -82,9 +82,9 @@ def check_share(
         raise RequestError(reason, message, retry_after_s=retry_after_s)
 
 
-class Turns:
-    """Like a lock, but that of those who wait one owner goes after the other: nobody waits behind all that another has
-    asked for. Belongs to one event loop."""
+class FairLock:
+    """A lock whose waiters are served one owner after the other: nobody waits behind all that another has asked for.
+    Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._is_taken = False

@@ -203,7 +203,7 @@ class Runtime:
     def reap(self) -> None:
         """End what has outlived its lease. To be called on the event loop, again and again."""
         self.table.reap()
-        self.states.reap()
+        self.states.snapshots.reap()
         self.regions.reap()
         self.link_regions.reap()
 

@@ -349,4 +349,4 @@ async def test_a_stored_state_comes_back_under_its_adapter_s_content_whatever_th
             assert again.match is not None and (again.match.tier, again.position) == (Tier.HOST, 5)
             assert again.adapter_hash == fleet.hashes[0]
             assert (await again.decode(hidden[:1]) == expected).all()
-        server.runtime.states.check_integrity()
+        server.runtime.states.snapshots.check_integrity()

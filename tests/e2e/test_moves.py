@@ -46,7 +46,7 @@ async def pair(
             # A move that ends with the test gives back what it has a moment later.
             await until(lambda: all(host is not None and host.used_bytes == 0 for host in hosts))
             for server in (source, target):
-                server.runtime.states.check_integrity()
+                server.runtime.states.snapshots.check_integrity()
 
 
 def reasons(answer: Any) -> dict[int, str]:

@@ -136,8 +136,8 @@ async def test_calls_over_a_hostile_network_are_done_once(
             "fork": states.num_forks,
             "create": states.num_creates,
             "restore + open": states.num_restores,
-            "renew": states.num_renewals,
-            "release": states.num_releases,
+            "renew": states.snapshots.num_renewals,
+            "release": states.snapshots.num_releases,
         }
         asked = {what: made[what] for what in ("fork", "create", "renew", "release")}
         assert done == asked | {"restore + open": made["restore"] + made["open"]}

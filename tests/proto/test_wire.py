@@ -54,7 +54,7 @@ def test_encode_refuses_other_dtypes(dtype: Any) -> None:
 def test_decode_refuses_unknown_dtypes(dtype: int) -> None:
     with pytest.raises(wire.WireError) as caught:
         wire.decode(make_tensor([1], 4, dtype), limit_bytes=LIMIT, field="hidden")
-    assert (caught.value.field, caught.value.got) == ("hidden.dtype", str(dtype))
+    assert caught.value.field == "hidden.dtype" and str(caught.value).endswith(f", got {dtype}")
 
 
 @pytest.mark.parametrize(

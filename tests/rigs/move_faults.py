@@ -173,7 +173,7 @@ async def live_through(
     num_left = table.num_open
     expire(target, clock)
     for server in (source, target):
-        server.runtime.states.check_integrity()
+        server.runtime.states.snapshots.check_integrity()
         host = server.runtime.tiers.host
         assert host is not None and host.used_bytes == 0
     return was_moved, num_left

@@ -14,17 +14,14 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
+from deltaline.wire import varint
+
 VARINT, FIXED64, LENGTH_DELIMITED, GROUP, END_GROUP, FIXED32 = range(6)
 # Most bytes of what is repeated many times: below what a message may have, so that the server has to look at it.
 BLOWN_UP_BYTES = 60_000
 BOUNDS = (0, 1, 2, 3, 7, 63, 64, 65, 127, 128, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**62, 2**63 - 1, 2**64 - 1)
 
 _F = FieldDescriptor
-_WIRE_TYPES = {
-    **dict.fromkeys((_F.TYPE_FIXED64, _F.TYPE_SFIXED64, _F.TYPE_DOUBLE), FIXED64),
-    **dict.fromkeys((_F.TYPE_FIXED32, _F.TYPE_SFIXED32, _F.TYPE_FLOAT), FIXED32),
-    **dict.fromkeys((_F.TYPE_STRING, _F.TYPE_BYTES, _F.TYPE_MESSAGE), LENGTH_DELIMITED),
-}
 _TEXTS = ("", ".", "..", "../a", "a" * 64, "a" * 65, "a\0b", "\u00fc", "a" * 5000, "%s{0}")
 
 
@@ -38,15 +35,6 @@ class Field(NamedTuple):
     def encoded(self) -> bytes:
         length = varint(len(self.content)) if self.wire_type == LENGTH_DELIMITED else b""
         return varint(self.number << 3 | self.wire_type) + length + self.content
-
-
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
 
 
 def mutated(body: bytes, descriptor: Descriptor, rng: Random) -> bytes:

@@ -358,19 +358,19 @@ class Rig:
     async def snapshot(self, *handles: int, **changes: Any) -> list[SnapshotDescription]:
         options: dict[str, Any] = {"principal": ANONYMOUS, "lease_s": None, "is_pinned": False} | changes
         made = await self.states.create(self.table.server_epoch, np.array(handles, dtype=np.uint64), **options)
-        self.states.check_integrity()
+        self.snapshots.check_integrity()
         return made
 
     async def fork(self, *handles: int, count: int = 1, **changes: Any) -> list[int]:
         options: dict[str, Any] = {"principal": ANONYMOUS, "lease_s": None} | changes
         opened = await self.states.fork(self.table.server_epoch, np.array(handles, dtype=np.uint64), count, **options)
-        self.states.check_integrity()
+        self.snapshots.check_integrity()
         return [int(handle) for handle in opened.handles]
 
     def restore(self, *ids: bytes, **changes: Any) -> list[int]:
         options: dict[str, Any] = {"principal": ANONYMOUS, "lease_s": None} | changes
         opened = self.states.restore(ids, **options)
-        self.states.check_integrity()
+        self.snapshots.check_integrity()
         return [int(handle) for handle in opened.handles]
 
     def captured(self, *handles: int) -> list[CapturedState]:

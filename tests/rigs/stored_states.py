@@ -129,14 +129,14 @@ async def captured(sequence: Sequence, **changes: Any) -> SnapshotDescription:
     options: dict[str, Any] = {"lease_s": 1e3, "is_pinned": False} | changes
     handles = np.array([sequence.handle], dtype=np.uint64)
     [made] = await sequence.rig.states.create(sequence.rig.table.server_epoch, handles, ANONYMOUS, **options)
-    sequence.rig.states.check_integrity()
+    sequence.rig.snapshots.check_integrity()
     return made
 
 
 async def restored(rig: StateRig, one: SnapshotDescription, count: int = 1) -> list[Sequence]:
     async with rig.states.near([one.id] * count, ANONYMOUS):
         handles = rig.states.restore([one.id] * count, ANONYMOUS, lease_s=1e3).handles
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     return [Sequence(rig, handle, one.position) for handle in handles.tolist()]
 
 
@@ -153,11 +153,11 @@ async def pushed_out(rig: StateRig) -> None:
     made = [await captured(other, is_pinned=True) for other in others]
     rig.table.close(rig.table.server_epoch, np.array([other.handle for other in others], dtype=np.uint64))
     await settled(rig)
-    rig.states.release([one.id for one in made], ANONYMOUS)
+    rig.snapshots.release([one.id for one in made], ANONYMOUS)
 
 
 def described(rig: StateRig, one: SnapshotDescription) -> SnapshotDescription:
-    [found] = [each for each in rig.states.describe(ANONYMOUS)[0] if each.id == one.id]
+    [found] = [each for each in rig.snapshots.describe(ANONYMOUS)[0] if each.id == one.id]
     return found
 
 

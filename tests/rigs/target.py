@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -74,10 +74,10 @@ class Target:
         mine, theirs = await self.witness.decode(token), await self.twin.decode(token)
         assert np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()
 
-    def close_strays(self, kept_too: Sequence[AsyncSequence] = ()) -> None:
-        """Close every sequence but the witness, its twin and those given, as its lease would."""
+    def close_strays(self) -> None:
+        """Close every sequence but the witness and its twin, as its lease would."""
         table = self.server.runtime.table
-        kept = {sequence.handle for sequence in (self.witness, self.twin, *kept_too)}
+        kept = {sequence.handle for sequence in (self.witness, self.twin)}
         strays, self._opened = [handle for handle in self._opened if handle not in kept], list(kept)
         table.close(table.server_epoch, np.array(strays, dtype=np.uint64))
 

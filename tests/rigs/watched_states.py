@@ -15,16 +15,33 @@ from deltaline_server.errors import RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.states import States
 from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
+from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.open_tokens import Opened
 
 
+class WatchedSnapshots(SnapshotTable):
+    """Attributes: num_renewals, num_releases, calls that began."""
+
+    num_renewals = num_releases = 0
+
+    def renew(self, ids: Sequence[bytes], principal: Principal, lease_s: float | None) -> list[SnapshotState]:
+        self.num_renewals += 1
+        return super().renew(ids, principal, lease_s)
+
+    def release(self, ids: Sequence[bytes], principal: Principal) -> list[SnapshotState]:
+        self.num_releases += 1
+        return super().release(ids, principal)
+
+
 class WatchedStates(States):
-    """Attributes: num_forks, num_creates, num_restores, num_renewals, num_releases, calls that began; has_begun:
-    whether a fork or a create has; may_go_on: whether they do; refuses: raised by the next call."""
+    """Attributes: num_forks, num_creates, num_restores, calls that began; has_begun: whether a fork or a create has;
+    may_go_on: whether they do; refuses: raised by the next call."""
+
+    snapshots: WatchedSnapshots
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
-        self.num_forks = self.num_creates = self.num_restores = self.num_renewals = self.num_releases = 0
+        self.num_forks = self.num_creates = self.num_restores = 0
         self.refuses: RequestError | None = None
         self.has_begun, self.may_go_on = asyncio.Event(), asyncio.Event()
         self.may_go_on.set()
@@ -55,14 +72,6 @@ class WatchedStates(States):
         self._refuse()
         return super().restore(ids, principal, lease_s=lease_s)
 
-    def renew(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> list[SnapshotState]:
-        self.num_renewals += 1
-        return super().renew(ids, principal, lease_s=lease_s)
-
-    def release(self, ids: Sequence[bytes], principal: Principal) -> list[SnapshotState]:
-        self.num_releases += 1
-        return super().release(ids, principal)
-
     async def _begin(self) -> None:
         self.has_begun.set()
         await self.may_go_on.wait()
@@ -78,3 +87,4 @@ class WatchedStates(States):
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers that are made from now on have such states."""
     monkeypatch.setattr(runtime, "States", WatchedStates)
+    monkeypatch.setattr(runtime, "SnapshotTable", WatchedSnapshots)

@@ -173,7 +173,7 @@ def check_idle(*rigs: StateRig) -> None:
     for rig in rigs:
         assert rig.tiers.host is not None and rig.tiers.host.used_bytes == 0
         rig.tiers.host.check_integrity()
-        rig.states.check_integrity()
+        rig.snapshots.check_integrity()
 
 
 async def prefilled(rig: StateRig) -> Traveller:

@@ -6,14 +6,14 @@ import asyncio
 
 from rigs.scheduler_rig import turns
 
-from deltaline_server.principal import Turns
+from deltaline_server.principal import FairLock
 
 
 class Queue:
     """Tasks that want a turn, by name, and who has it."""
 
     def __init__(self) -> None:
-        self._turns, self.had, self._ends = Turns(), list[str](), asyncio.Event()
+        self._turns, self.had, self._ends = FairLock(), list[str](), asyncio.Event()
 
     async def want(self, name: str) -> None:
         async with self._turns.turn(ord(name[0])):

@@ -25,7 +25,7 @@ from deltaline_server.errors import Reason, RequestError
 from deltaline_server.log import event
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_weights import Adapter
-from deltaline_server.principal import SHARED, Principal, Turns
+from deltaline_server.principal import SHARED, FairLock, Principal
 from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class AdapterLoader:
         none."""
         self._registry, self._layouts, self._root = registry, layout.of_all_ranks(), root
         self._open_base, self._allocate, self._max_rank = open_base, allocate, max_rank
-        self._turns = Turns()
+        self._lock = FairLock()
 
     async def load_directory(self, name: str, is_pinned: bool, owner: Principal) -> tuple[AdapterDescription, bool]:
         """Load the directory `name` of the root for its owner; returns what there is now, and whether it was there
@@ -82,7 +82,7 @@ class AdapterLoader:
 
     async def close(self) -> None:
         """Wait for the load that has begun, if any. Those that wait behind it have to be cancelled before."""
-        async with self._turns.turn(SHARED.number):
+        async with self._lock.turn(SHARED.number):
             pass
 
     async def _load(
@@ -92,7 +92,7 @@ class AdapterLoader:
 
         A load that has begun is finished, and only then does this return: an upload's bytes are in memory until then.
         """
-        async with self._turns.turn(owner.number):
+        async with self._lock.turn(owner.number):
             loading = asyncio.create_task(self._load_once(name, is_pinned, owner, files, field))
             is_cancelled = False
             while not loading.done():

@@ -19,7 +19,6 @@ from deltaline_server.checkpoints.modules import ALL
 
 # What is hashed below, and how; it changes when that does.
 VERSION = 1
-FINGERPRINT_BYTES = 32
 
 
 class HashedTensors:

@@ -17,7 +17,7 @@ from deltaline.sizes import spelled_bytes
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline_server.adapters.directory import CONFIG_FILE, MAX_CONFIG_BYTES, check_name
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.errors import Reason, RequestError
+from deltaline_server.errors import Reason, RequestError, invalid
 from deltaline_server.front.interceptor import Context
 from deltaline_server.front.pace import PACE, Pace
 from deltaline_server.front.trust.principals import check_role, current_principal
@@ -160,7 +160,7 @@ async def _first(messages: AsyncIterator[pb.LoadAdapterRequest]) -> _First:
     """Read the first message and check its name. Raises RequestError INVALID_REQUEST or INVALID_ADAPTER."""
     first = await anext(messages, None)
     if first is None:
-        raise _invalid("name", "must be set: the stream had no message")
+        raise invalid("name", "must be set: the stream had no message")
     try:
         check_name(first.name)
     except ModelError as error:
@@ -175,7 +175,7 @@ async def _read_chunks(first: _First, messages: AsyncIterator[pb.LoadAdapterRequ
     if len(tensors) <= size:
         async for message in messages:
             if message.name or message.pinned or message.shared or message.HasField("upload") or not message.chunk:
-                raise _invalid("chunk", "must be all that a later message has")
+                raise invalid("chunk", "must be all that a later message has")
             if len(tensors) + len(message.chunk) > size:
                 tensors += message.chunk[: size + 1 - len(tensors)]
                 break
@@ -183,7 +183,7 @@ async def _read_chunks(first: _First, messages: AsyncIterator[pb.LoadAdapterRequ
             del message  # or a stream that stalls would hold its last one
     if len(tensors) != size:
         got = "more" if len(tensors) > size else str(len(tensors))
-        raise _invalid("chunk", f"must make {size} bytes over all messages, as tensors_bytes says, got {got}")
+        raise invalid("chunk", f"must make {size} bytes over all messages, as tensors_bytes says, got {got}")
     return tensors
 
 
@@ -207,7 +207,3 @@ def _message(description: AdapterDescription) -> pb.Adapter:
         modules_elsewhere=description.num_elsewhere,
         shared=description.is_shared,
     )
-
-
-def _invalid(field: str, message: str) -> RequestError:
-    return RequestError(Reason.INVALID_REQUEST, f"{field}: {message}", field=field)

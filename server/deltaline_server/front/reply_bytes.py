@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from deltaline.v1 import adapter_service_pb2 as adapter_pb
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import prefix_pb2 as prefix_pb
 from deltaline.v1 import state_service_pb2 as state_pb
@@ -64,21 +63,6 @@ SNAPSHOT_BYTES = state_pb.ListSnapshotsResponse(
 ).ByteSize()
 RESTORED_BYTES = state_pb.RestoreSequencesResponse(
     sequences=[state_pb.RestoredSequence(sequence=_U64, position=_U64, adapter=_NAME, adapter_hash=_HASH)]
-).ByteSize()
-ADAPTER_BYTES = adapter_pb.ListAdaptersResponse(
-    adapters=[
-        adapter_pb.Adapter(
-            name=_NAME,
-            content_hash=_HASH,
-            rank=_U32,
-            size_bytes=_U64,
-            state=adapter_pb.ADAPTER_STATE_DRAINING,
-            pinned=True,
-            sequences=_U32,
-            modules_elsewhere=_U32,
-            shared=True,
-        )
-    ]
 ).ByteSize()
 # What a reply has that does not grow with its rows: no reply of sequences or snapshots has more than an open's.
 FIXED_BYTES = (

@@ -18,7 +18,7 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import prefix_pb2 as prefix_pb
 from deltaline.v1 import state_service_pb2 as state_pb
-from deltaline_server.errors import Reason, RequestError
+from deltaline_server.errors import Reason, RequestError, invalid
 from deltaline_server.front import reply_bytes
 from deltaline_server.front.steps.step_message import Column, Slice, StepMessage
 from deltaline_server.front.steps.waypoints import read_waypoints
@@ -100,16 +100,16 @@ def parse(parser: Callable[[bytes], M], body: bytes, limit_bytes: int | None = N
 def read_count(message: pb.OpenSequencesRequest, served: Served) -> int:
     """Return how many sequences are asked for, 1 .. max_sequences, after checking what else the message has."""
     if not 1 <= message.count <= served.limits.max_sequences:
-        raise _invalid("count", f"must be in 1 .. {served.limits.max_sequences}, got {message.count}")
+        raise invalid("count", f"must be in 1 .. {served.limits.max_sequences}, got {message.count}")
     reply_bytes.check("count", message.count, reply_bytes.HANDLE_BYTES)
     if len(message.open_token) not in (0, OPEN_TOKEN_BYTES):
-        raise _invalid("open_token", f"must have {OPEN_TOKEN_BYTES} bytes or none, got {len(message.open_token)}")
+        raise invalid("open_token", f"must have {OPEN_TOKEN_BYTES} bytes or none, got {len(message.open_token)}")
     if message.snapshot_id:
         _check_id("snapshot_id", message.snapshot_id)
         if message.adapter:
-            raise _invalid("adapter", "must be empty with a snapshot_id: its sequences have the snapshot's adapter")
+            raise invalid("adapter", "must be empty with a snapshot_id: its sequences have the snapshot's adapter")
         if message.HasField("prefix"):
-            raise _invalid("prefix", "must be absent with a snapshot_id, which the sequences begin with")
+            raise invalid("prefix", "must be absent with a snapshot_id, which the sequences begin with")
     return message.count
 
 
@@ -123,30 +123,30 @@ def read_reuse(reuse: int) -> ReusePolicy:
     try:
         return ReusePolicy(reuse) if reuse else ReusePolicy.ALWAYS
     except ValueError as error:
-        raise _invalid("reuse", f"must be ALWAYS or IF_CHEAPER, got {reuse}") from error
+        raise invalid("reuse", f"must be ALWAYS or IF_CHEAPER, got {reuse}") from error
 
 
 def read_prefix_keys(prefix_key: Sequence[bytes], num_sequences: int) -> list[bytes]:
     """Return the key of each sequence's state, empty for none; as many as sequences, or none at all."""
     if len(prefix_key) not in (0, num_sequences):
-        raise _invalid("prefix_key", f"must have {num_sequences} entries or none, got {len(prefix_key)}")
+        raise invalid("prefix_key", f"must have {num_sequences} entries or none, got {len(prefix_key)}")
     for key in prefix_key:
         if key and not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
-            raise _invalid("prefix_key", f"must have {MIN_KEY_BYTES} .. {MAX_KEY_BYTES} bytes or none, got {len(key)}")
+            raise invalid("prefix_key", f"must have {MIN_KEY_BYTES} .. {MAX_KEY_BYTES} bytes or none, got {len(key)}")
     return list(prefix_key)
 
 
 def read_lease_s(lease_ms: int, served: Served) -> float | None:
     """Return a lease in seconds, None for the one that applies by default."""
     if lease_ms > served.limits.max_lease_ms:
-        raise _invalid("lease_ms", f"must be in 0 .. {served.limits.max_lease_ms}, got {lease_ms}")
+        raise invalid("lease_ms", f"must be in 0 .. {served.limits.max_lease_ms}, got {lease_ms}")
     return lease_ms / 1000 if lease_ms else None
 
 
 def read_epoch(server_epoch: int) -> int:
     """Return the epoch, which is never 0."""
     if server_epoch == 0:
-        raise _invalid("server_epoch", "must be set")
+        raise invalid("server_epoch", "must be set")
     return server_epoch
 
 
@@ -173,7 +173,7 @@ def read_children(count: int, num_parents: int, served: Served) -> int:
     """Return how many children each parent gets: 1 or more, max_sequences in all."""
     most = served.limits.max_sequences // num_parents
     if not 1 <= count <= most:
-        raise _invalid("count", f"must be in 1 .. {most} for each of {num_parents} sequences, got {count}")
+        raise invalid("count", f"must be in 1 .. {most} for each of {num_parents} sequences, got {count}")
     reply_bytes.check("count", count * num_parents, reply_bytes.CHILD_BYTES)
     return count
 
@@ -192,7 +192,7 @@ def read_page(message: state_pb.ListSnapshotsRequest) -> tuple[bytes, int]:
     if message.after:
         _check_id("after", message.after)
     if message.limit > MAX_SNAPSHOTS:
-        raise _invalid("limit", f"must be in 0 .. {MAX_SNAPSHOTS}, got {message.limit}")
+        raise invalid("limit", f"must be in 0 .. {MAX_SNAPSHOTS}, got {message.limit}")
     return message.after, message.limit or MAX_SNAPSHOTS
 
 
@@ -268,7 +268,7 @@ def _read_form(message: StepMessage, served: Served, owners: Container[Owner]) -
     num_tokens = len(_read_hidden(message, shapes, served, owners))
     query_start_loc = _read_offsets(message.query_start_loc, kind, num_tokens, served)
     if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
-        raise _invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
+        raise invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
     output = _read_output(message.output)
     form = StepForm(epoch, span, handle, kind, accepted, query_start_loc, output, message.priority, shapes)
     if message.waypoints:
@@ -281,7 +281,7 @@ def _read_form(message: StepMessage, served: Served, owners: Container[Owner]) -
 
 def _check_id(field: str, value: bytes) -> None:
     if len(value) != ID_BYTES:
-        raise _invalid(field, f"must have {ID_BYTES} bytes, got {len(value)}")
+        raise invalid(field, f"must have {ID_BYTES} bytes, got {len(value)}")
 
 
 def _read_span(span: int, served: Served) -> int:
@@ -379,17 +379,13 @@ def _read_output(output: int) -> OutputRows:
     try:
         return OutputRows(output) if output else OutputRows.ALL
     except ValueError as error:
-        raise _invalid("output", f"must be ALL, LAST or NONE, got {output}") from error
+        raise invalid("output", f"must be ALL, LAST or NONE, got {output}") from error
 
 
 def _read_deadline_s(queue_timeout_us: int, now_s: float, until_s: float | None) -> float:
     """The earlier of the request's own queue limit and the RPC's deadline, on the scheduler's clock."""
     queue_s = now_s + queue_timeout_us / 1e6
     return queue_s if until_s is None else min(queue_s, until_s)
-
-
-def _invalid(field: str, message: str) -> RequestError:
-    return RequestError(Reason.INVALID_REQUEST, f"{field}: {message}", field=field)
 
 
 def _batch(field: str, message: str) -> RequestError:

@@ -23,8 +23,8 @@ from deltaline_server.moving.peers import Peer, Peers, no_answer
 from deltaline_server.moving.records import MovedRecords
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.directory import StateDirectory
-from deltaline_server.snapshots.header import ID_BYTES
 from deltaline_server.snapshots.sequences.passage import Passage
+from deltaline_server.tables.captured.snapshots import ID_BYTES
 from deltaline_server.tables.moved import Owner
 from deltaline_server.tables.sequences import SequenceTable
 

@@ -80,7 +80,7 @@ class Peer:
 class Peers:
     """The servers that sequences may be moved to, and no others."""
 
-    def __init__(self, addresses: Sequence[str], tls: Tls | None = None, token_file: str | None = None) -> None:
+    def __init__(self, addresses: Sequence[str], tls: Tls | None, token_file: str | None) -> None:
         """addresses: HOST:PORT of each, or link:PATH of one on this host. tls: who they have to prove to be, and this
         server's own certificate; None for no TLS. token_file: of the token that they know this server by. Files are
         read whenever one is reached."""

@@ -107,9 +107,10 @@ class LinkWay:
     """By the link, on one connection after the other where they break. Large messages lie in memory of the server's; on
     the connection that follows one which ended as the server gave none, there are none."""
 
-    def __init__(self, path: str, metadata: Metadata = ()) -> None:
-        """path: where the server listens. metadata: may be set to others, for the calls from then on."""
-        self._path, self.metadata = path, metadata
+    def __init__(self, path: str) -> None:
+        """path: where the server listens. Attribute metadata: of the calls from then on."""
+        self._path = path
+        self.metadata: Metadata = ()
         self.chunk_bytes = CHUNK_BYTES
         self._connection: LinkSocket[status_pb2.Status] | None = None
         self._connecting = asyncio.Lock()

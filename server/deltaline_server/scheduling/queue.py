@@ -80,7 +80,7 @@ class Queue:
             replies.limit_bytes,
         )
 
-    async def empty(self) -> None:
+    async def until_empty(self) -> None:
         """Return once nothing waits or runs."""
         await self._idle.wait()
 

@@ -95,7 +95,7 @@ class Scheduler:
 
     async def drained(self) -> None:
         """Return once nothing is queued or running."""
-        await self._queue.empty()
+        await self._queue.until_empty()
 
     def stop(self) -> None:
         """Refuse what waits and what comes, UNAVAILABLE STOPPING; what has begun is finished. Idempotent."""

@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal, check_share
-from deltaline_server.snapshots.header import ID_BYTES, StateFileError, StateHeader, StoredHeader
+from deltaline_server.snapshots.header import StateFileError, StateHeader, StoredHeader
 from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.layout import Bytes, SpanProgress, StateLayout, state_bytes
 from deltaline_server.snapshots.stream import (
@@ -31,7 +31,7 @@ from deltaline_server.snapshots.stream import (
     refused,
 )
 from deltaline_server.tables.captured.snapshot import SnapshotDescription
-from deltaline_server.tables.captured.snapshots import SnapshotTable
+from deltaline_server.tables.captured.snapshots import ID_BYTES, SnapshotTable
 from deltaline_server.tables.captured.state import StoredState
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 
@@ -46,7 +46,7 @@ Arrived: TypeAlias = tuple[StateHeader, Callable[[], Awaitable[None]]]
 
 
 class Tiering(Protocol):
-    """What moves snapshots between the tiers: a Moves, of which front ends must not know that it needs torch."""
+    """What moves snapshots between the tiers: a Moves, which imports torch, as front ends must not."""
 
     def find(self, id: bytes) -> StoredState | None: ...
     async def bring_to_host(self, id: bytes) -> None: ...

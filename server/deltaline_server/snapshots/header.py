@@ -31,15 +31,15 @@ from deltaline_server.snapshots.layout import (
     StateLayout,
     state_bytes,
 )
+from deltaline_server.tables.captured.snapshots import ID_BYTES
 from deltaline_server.tables.prefixes.keys import MAX_KEY_BYTES, MAX_TOKENS, MIN_KEY_BYTES
 
 MAGIC = b"dl-state"
-ID_BYTES = 16
 FINGERPRINT_BYTES = 32
 ADAPTER_HASH_BYTES = 32
 MAX_TEXT_BYTES = 1024
 # Of an adapter's name, as whoever loads one holds it to: a list of snapshots with longer ones might not fit a reply.
-MAX_ADAPTER_BYTES = 64
+MAX_ADAPTER_NAME_BYTES = 64
 # That of 4,096 layers, each its own span.
 MAX_HEADER_BYTES = 8 << 20
 PAGE = 4096
@@ -124,7 +124,7 @@ class StateHeader:
             "id": (len(self.id), ID_BYTES, ID_BYTES),
             "fingerprint": (len(self.fingerprint), FINGERPRINT_BYTES, FINGERPRINT_BYTES),
             "owner": (len(texts[0]), 1, MAX_TEXT_BYTES),
-            "adapter": (len(texts[1]), 0, MAX_ADAPTER_BYTES),
+            "adapter": (len(texts[1]), 0, MAX_ADAPTER_NAME_BYTES),
             "adapter_hash": (len(self.adapter_hash), *(ADAPTER_HASH_BYTES if self.adapter_hash else 0,) * 2),
             "key": (len(self.key), MIN_KEY_BYTES if self.key else 0, MAX_KEY_BYTES),
         }

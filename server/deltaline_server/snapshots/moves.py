@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.principal import Principal, Turns
+from deltaline_server.principal import FairLock, Principal
 from deltaline_server.snapshots.backlog import Backlog
 from deltaline_server.snapshots.device.shared_transfer import SharedTransfer
 from deltaline_server.snapshots.device.transfer import Commits, StatePlace, StateTransfer
@@ -75,7 +75,7 @@ class Moves:
         self.transfer, self._begin, self._clock = transfer, begin, clock
         self._snapshots, self._capture, self._adapters = snapshots, capture, adapters
         self._to_host, self._to_files = Backlog(self._store), Backlog(self._write)
-        self._one_gather, self._reading, self._landing = asyncio.Lock(), Turns(), Turns()
+        self._one_gather, self._reading, self._landing = asyncio.Lock(), FairLock(), FairLock()
         self._coming: dict[bytes, asyncio.Future[None]] = {}
         self._lent: dict[bytes, asyncio.Future[None]] = {}
         self._removals: set[asyncio.Future[bool]] = set()

@@ -1,4 +1,4 @@
-"""What is asked of states that stay: to be kept, to be gone on from, and to be let go."""
+"""Creates, finds, restores and forks snapshots, each in the order of its sequence's steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deltaline_server.principal import Principal
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots.sequences.in_order import InOrder
 from deltaline_server.tables.captured.capture import Capture
-from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
+from deltaline_server.tables.captured.snapshot import SnapshotDescription
 from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.ledger import Slots
 from deltaline_server.tables.open_tokens import Opened
@@ -29,7 +29,7 @@ BRINGS = 3
 
 
 class Tiering(Protocol):
-    """What moves snapshots between the tiers: a Moves, of which front ends must not know that it needs torch."""
+    """What moves snapshots between the tiers: a Moves, which imports torch, as front ends must not."""
 
     async def find_all(self, number_of: Callable[[str], int | None]) -> None: ...
     async def bring_back(self, id: bytes) -> None: ...
@@ -128,7 +128,8 @@ class States:
     async def near_found(
         self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal, policy: ReusePolicy
     ) -> AsyncIterator[Match]:
-        """The same for what `find` finds, which is told as it was before."""
+        """Find the beginning of a prompt and, inside the context, have its snapshot on the device. The match tells in
+        which tier it was."""
         while (found := self.find(keys, adapter_hash, principal, policy)).prefix is not None:
             id = found.prefix.snapshot
             async with self.near([id], principal):
@@ -178,29 +179,6 @@ class States:
             opened = self.restore([found.prefix.snapshot] * count, principal, lease_s=lease_s)
         self.snapshots.notice(keys, adapter_hash, principal)
         return replace(opened, match=found)
-
-    def describe(
-        self, principal: Principal, after: bytes = b"", limit: int | None = None
-    ) -> tuple[list[SnapshotDescription], bool]:
-        """A page of the snapshots of a principal, and whether there are more, as SnapshotTable.describe tells them."""
-        return self.snapshots.describe(principal, after, limit)
-
-    def renew(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> list[SnapshotState]:
-        """Renew leases, for the time that each was created with where lease_s is None. Raises RequestError
-        INVALID_REQUEST for a lease that there can't be."""
-        return self.snapshots.renew(ids, principal, lease_s)
-
-    def release(self, ids: Sequence[bytes], principal: Principal) -> list[SnapshotState]:
-        """End snapshots. Idempotent."""
-        return self.snapshots.release(ids, principal)
-
-    def reap(self) -> None:
-        """End snapshots that have outlived their lease."""
-        self.snapshots.reap()
-
-    def check_integrity(self) -> None:
-        """Raise ValueError unless all that is counted agrees."""
-        self.snapshots.check_integrity()
 
     async def find_stored(self, number_of: Callable[[str], int | None]) -> None:
         """Find the snapshots that an earlier server left in files, as Moves.find_all does."""

@@ -24,8 +24,7 @@ from deltaline_server.finite import all_finite
 from deltaline_server.memory.lent import Lent
 from deltaline_server.snapshots.header import (
     FINGERPRINT_BYTES,
-    ID_BYTES,
-    MAX_ADAPTER_BYTES,
+    MAX_ADAPTER_NAME_BYTES,
     MAX_TEXT_BYTES,
     PREAMBLE,
     Flaw,
@@ -38,6 +37,7 @@ from deltaline_server.snapshots.header import (
 )
 from deltaline_server.snapshots.layout import Bytes, Part, Section, SpanProgress, StateLayout, state_bytes
 from deltaline_server.snapshots.sequences.rules import check_progress
+from deltaline_server.tables.captured.snapshots import ID_BYTES
 from deltaline_server.tables.prefixes.keys import MAX_KEY_BYTES
 
 PIECE_BYTES = 1 << 20
@@ -301,7 +301,7 @@ def _check_section(section: Section, digest: bytes, memory: Bytes, types: ValueT
 
 
 def refused(error: StateFileError) -> RequestError:
-    """What who sends a state is told of it."""
+    """The refusal that the sender of a wrong state gets."""
     reason = _REASONS.get(error.flaw, Reason.INVALID_REQUEST)
     return RequestError(reason, f"chunk: {error}", field="chunk", metadata={"flaw": error.flaw.value})
 
@@ -348,6 +348,6 @@ def _most_header_bytes(layout: StateLayout) -> int:
     records = min(layout.max_draft, 1)
     most = SpanProgress(position=1, records_0=records, records_1=records, num_commits=1, reply_bytes=1)
     spans, text = (most,) * layout.num_spans, "x" * MAX_TEXT_BYTES
-    adapter, key = "a" * MAX_ADAPTER_BYTES, bytes(MAX_KEY_BYTES)
+    adapter, key = "a" * MAX_ADAPTER_NAME_BYTES, bytes(MAX_KEY_BYTES)
     header = StateHeader(bytes(ID_BYTES), bytes(FINGERPRINT_BYTES), text, spans, adapter, key=key)
     return header.num_bytes(len(layout.sections(spans)))

@@ -32,7 +32,6 @@ ROWS = [
 ]
 # Rows and places: at a row's very end too, where all are chunks and where there is a rest.
 PLACES = [(1, 64), (1, 192), (4, 64), (5, 64), (5, 128), (6, 128)]
-SKIPPED = (3, 64)
 
 
 def leave_states(path: Path, batch: Recurrent) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ async def server(pace: Pace, make_server: Callable[..., Server]) -> AsyncIterato
     async with make_server(host_state_bytes=1 << 22) as server:
         yield server
         host_of(server).check_integrity()
-        server.runtime.states.check_integrity()
+        server.runtime.states.snapshots.check_integrity()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
 from deltaline.v1.state_service_pb2_grpc import StateServiceStub
 from deltaline_server.app import Server
 from deltaline_server.front.states.state_service import AT_ONCE
-from deltaline_server.snapshots.states import States
+from deltaline_server.tables.captured.snapshots import SnapshotTable
 
 SEQUENCES, ROUNDS = 256, 4
 
@@ -25,20 +25,20 @@ async def test_no_turn_of_the_loop_is_about_thousands_of_snapshots(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn, in_turn = 0, Counter[tuple[str, int]]()
-    describe, release, renew = States.describe, States.release, States.renew
+    describe, release, renew = SnapshotTable.describe, SnapshotTable.release, SnapshotTable.renew
 
-    def described(states: States, principal: Any, after: bytes = b"", limit: int | None = None) -> Any:
-        page, has_more = describe(states, principal, after, limit)
+    def described(table: SnapshotTable, principal: Any, after: bytes = b"", limit: int | None = None) -> Any:
+        page, has_more = describe(table, principal, after, limit)
         in_turn["list", turn] += len(page)
         return page, has_more
 
-    def released(states: States, ids: Any, principal: Any) -> Any:
+    def released(table: SnapshotTable, ids: Any, principal: Any) -> Any:
         in_turn["release", turn] += len(ids)
-        return release(states, ids, principal)
+        return release(table, ids, principal)
 
-    def renewed(states: States, ids: Any, principal: Any, *, lease_s: float | None) -> Any:
+    def renewed(table: SnapshotTable, ids: Any, principal: Any, lease_s: float | None) -> Any:
         in_turn["renew", turn] += len(ids)
-        return renew(states, ids, principal, lease_s=lease_s)
+        return renew(table, ids, principal, lease_s)
 
     async def count_turns() -> None:
         nonlocal turn
@@ -56,7 +56,7 @@ async def test_no_turn_of_the_loop_is_about_thousands_of_snapshots(
         for number in range(ROUNDS):
             await state.CreateSnapshots(pb.CreateSnapshotsRequest(request_id=bytes([number]) * 16, **names))
         for name, call in (("describe", described), ("release", released), ("renew", renewed)):
-            monkeypatch.setattr(States, name, call)
+            monkeypatch.setattr(SnapshotTable, name, call)
         counting = asyncio.create_task(count_turns())
         page = await state.ListSnapshots(pb.ListSnapshotsRequest(limit=1000))
         ids = [one.snapshot_id for one in page.snapshots]
@@ -67,6 +67,6 @@ async def test_no_turn_of_the_loop_is_about_thousands_of_snapshots(
         assert told.state == [pb.SNAPSHOT_STATE_RELEASED] * 1000
         counting.cancel()
         assert len((await state.ListSnapshots(pb.ListSnapshotsRequest())).snapshots) == SEQUENCES * ROUNDS - 1000
-        server.runtime.states.check_integrity()
+        server.runtime.states.snapshots.check_integrity()
     assert sum(count for (what, _), count in in_turn.items() if what == "list") == SEQUENCES * ROUNDS
     assert max(in_turn.values()) <= AT_ONCE < 1000

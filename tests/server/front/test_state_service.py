@@ -206,7 +206,7 @@ async def test_a_renewal_and_a_release_are_done_once(stub: Any, state: Any, stat
     release = pb.ReleaseSnapshotsRequest(request_id=new_id(), snapshot_id=[made.snapshot_id])
     for call in [(state.RenewSnapshots, renew)] * 2 + [(state.ReleaseSnapshots, release)] * 2:
         await call[0](call[1])
-    assert (states.num_renewals, states.num_releases) == (1, 1)
+    assert (states.snapshots.num_renewals, states.snapshots.num_releases) == (1, 1)
     assert list((await state.RenewSnapshots(renew)).state) == [pb.SNAPSHOT_STATE_HELD], "what it did then"
 
 
@@ -332,8 +332,9 @@ async def test_a_bad_field_is_named_and_nothing_is_done(
         if (error.code(), reason_of(status), fields) != (grpc.StatusCode.INVALID_ARGUMENT, reason, [field]):
             wrong.append((method, changes, status))
     assert not wrong
-    done = (states.num_forks, states.num_creates, states.num_restores, states.num_renewals, states.num_releases)
-    assert done == (0, 0, 0, 0, 0) and server.runtime.table.num_open == 0
+    assert (states.num_forks, states.num_creates, states.num_restores) == (0, 0, 0)
+    assert (states.snapshots.num_renewals, states.snapshots.num_releases) == (0, 0)
+    assert server.runtime.table.num_open == 0
 
 
 async def test_reasons_have_the_codes_that_clients_know(stub: Any, state: Any, states: WatchedStates) -> None:

@@ -31,7 +31,7 @@ async def server(make_server: Callable[..., Server]) -> AsyncIterator[Server]:
         host = server.runtime.tiers.host
         assert host is not None and host.used_bytes == 0, "nothing is left of what travelled"
         host.check_integrity()
-        server.runtime.states.check_integrity()
+        server.runtime.states.snapshots.check_integrity()
 
 
 @pytest.fixture

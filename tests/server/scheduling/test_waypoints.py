@@ -55,7 +55,7 @@ async def decoded(rig: Rig, handle: int, position: int, step: int = 1, spans: in
 def all_is_back(rig: Rig) -> bool:
     """Whether neither lines nor pages are held of anything but open sequences."""
     rig.scheduler.settle()
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     rig.waypoints.check_integrity()
     return (rig.lines.num_used, rig.lines.num_frozen, rig.snapshots.num_held) == (rig.table.num_open, 0, 0)
 
@@ -70,7 +70,7 @@ async def test_a_place_is_gone_on_from_like_a_sequence_that_ended_there(first: i
     step = (parent, PREFILL, 1 + (first > 0), first, -1, tokens(200, 1 + first))
     result = await rig.step(step, **named(64, 128, 192, at_end=True, is_pinned=True, lease_s=30.0))
     assert left(result) == [(first + at, "") for at in (64, 128, 192, 200)]
-    for one in rig.states.describe(ANONYMOUS)[0]:
+    for one in rig.snapshots.describe(ANONYMOUS)[0]:
         assert (one.is_pinned, one.lease_s) == (True, 30.0)
     for place, id in zip((64, 128, 192, 200), ids(result), strict=True):
         (child,) = rig.restore(id)
@@ -79,7 +79,7 @@ async def test_a_place_is_gone_on_from_like_a_sequence_that_ended_there(first: i
         rig.close(child)
     assert await decoded(rig, parent, first + 200, step=2 + (first > 0)) == [checksum([*tokens(first + 200), 9.0])]
     rig.close(parent)
-    rig.states.release(ids(result), ANONYMOUS)
+    rig.snapshots.release(ids(result), ANONYMOUS)
     assert all_is_back(rig) and rig.pages is not None and rig.pages.num_used == 0
 
 
@@ -221,7 +221,7 @@ async def test_where_there_is_no_line_the_place_is_skipped_and_nothing_else_chan
     result = await rig.step((parent, PREFILL, 2, 10, -1, tokens(200)), **named(64, 128, at_end=True))
     assert left(result) == [(74, ""), (138, NO_LINES), (210, "")]  # the end takes the place of the first
     assert outputs(result)[-1] == checksum([*tokens(10), *tokens(200)])
-    held = {one.id for one in rig.states.describe(ANONYMOUS)[0]}
+    held = {one.id for one in rig.snapshots.describe(ANONYMOUS)[0]}
     assert held == {old.id, pinned.id, ids(result)[-1]} or held == {pinned.id, ids(result)[-1]}
 
 
@@ -281,7 +281,7 @@ async def test_quotas_hold() -> None:
     step = (parent, PREFILL, 1, 0, -1, tokens(250))
     result = await rig.step(step, principal=principal, **named(64, 128, 192, at_end=True))
     assert left(result) == [(64, ""), (128, ""), (192, "QUOTA_EXCEEDED"), (250, "QUOTA_EXCEEDED")]
-    assert rig.states.describe(ANONYMOUS)[0] == [] and len(rig.states.describe(principal)[0]) == 2
+    assert rig.snapshots.describe(ANONYMOUS)[0] == [] and len(rig.snapshots.describe(principal)[0]) == 2
 
 
 @pytest.mark.parametrize("spans", [1, 2])
@@ -295,10 +295,10 @@ async def test_states_under_way_leave_as_many_lines_to_other_principals(spans: i
         for span in range(given):
             step = (handle, PREFILL, 1, 0, -1, tokens(512))
             result = await rig.step(step, principal=principal, span=span, **named(*range(64, 513, 64)))
-        made[principal.number] = len(rig.states.describe(principal)[0])
-        rig.states.check_integrity()
+        made[principal.number] = len(rig.snapshots.describe(principal)[0])
+        rig.snapshots.check_integrity()
         rig.waypoints.check_integrity()
-    assert made[2] == 4 and len(rig.states.describe(other)[0]) >= 2
+    assert made[2] == 4 and len(rig.snapshots.describe(other)[0]) >= 2
     assert {place.skipped for _, place in result.waypoints} <= {"", NO_LINES}
 
 
@@ -367,8 +367,8 @@ async def test_other_sequences_are_told_nothing_of_states_under_way() -> None:
     (parent,) = rig.open()
     step = rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(200)), **named(64)))
     await turns()
-    assert rig.waypoints.of_slot and rig.states.describe(ANONYMOUS)[0] == [] and rig.snapshots.num_held == 0
-    rig.states.check_integrity()
+    assert rig.waypoints.of_slot and rig.snapshots.describe(ANONYMOUS)[0] == [] and rig.snapshots.num_held == 0
+    rig.snapshots.check_integrity()
     rig.waypoints.check_integrity()
     rig.engine.release()
     assert len(ids(await step)) == 1 and not rig.waypoints.of_slot
@@ -484,7 +484,7 @@ async def test_a_state_has_its_sequences_adapter_and_keeps_it() -> None:
     result = await step
     rig.close(parent)
     rig.scheduler.settle()
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     (child,) = rig.restore(*ids(result))
     assert await decoded(rig, child, 64) == [checksum([*tokens(64), 9.0], 1)]
 

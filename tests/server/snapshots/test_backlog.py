@@ -72,7 +72,7 @@ async def test_what_is_released_before_its_turn_waits_no_more(tmp_path: Path) ->
     for _ in range(50):
         made = await captured(rig)
         await turns(1)
-        rig.states.release([made], ANONYMOUS)
+        rig.snapshots.release([made], ANONYMOUS)
     assert moves.is_busy and moves.num_waiting == 0
     rig.engine.run()
     rig.engine.eager = True
@@ -88,7 +88,7 @@ async def test_files_of_nobody_make_way_also_pinned_ones(tmp_path: Path) -> None
     rig, moves = make_rig(tmp_path)
     await rig.states.find_stored(lambda name: None)
     files = rig.tiers.files
-    assert files is not None and files.has(made) and not rig.states.describe(ANONYMOUS)[0]
+    assert files is not None and files.has(made) and not rig.snapshots.describe(ANONYMOUS)[0]
     files.limit_bytes = files.used_bytes
     newer = await captured(rig)
     await stored(moves)

@@ -87,7 +87,7 @@ class Place:
     def check_empty(self) -> None:
         assert self.host.used_bytes == 0 and self.rig.snapshots.num_held == 0
         self.host.check_integrity()
-        self.rig.states.check_integrity()
+        self.rig.snapshots.check_integrity()
 
 
 @pytest.fixture
@@ -97,10 +97,10 @@ def place(tmp_path: Path) -> Place:
 
 async def test_a_whole_file_is_taken_whole(place: Place) -> None:
     await place.take(bytes(whole_file(0)))
-    [one] = place.rig.states.describe(ANONYMOUS)[0]
+    [one] = place.rig.snapshots.describe(ANONYMOUS)[0]
     with place.host.use(one.id) as memory:
         np.testing.assert_array_equal(memory, MEMORY)
-    place.rig.states.check_integrity()
+    place.rig.snapshots.check_integrity()
 
 
 def swapped(content: Content, rng: np.random.Generator) -> Content:
@@ -214,8 +214,8 @@ async def test_fixed_commits_that_cannot_be_are_refused(place: Place, row: list[
         sections[0].view(memory).view(np.int64)[2] = row
 
     await place.take(whole_of(WITH_COMMITS))
-    [one] = place.rig.states.describe(ANONYMOUS)[0]
-    place.rig.states.release([one.id], ANONYMOUS)
+    [one] = place.rig.snapshots.describe(ANONYMOUS)[0]
+    place.rig.snapshots.release([one.id], ANONYMOUS)
     with refuses(Reason.INVALID_REQUEST) as caught:
         await place.take(whole_of(WITH_COMMITS, change))
     assert "commits of 0" in caught.value.refusal.message

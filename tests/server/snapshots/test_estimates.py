@@ -40,7 +40,7 @@ async def brought_back(folder: Path) -> tuple[Any, Any]:
     before = dict(rig.moves.ways)
     async with rig.states.near([made.id], ANONYMOUS):
         assert rig.moves.num_brought[Tier.HOST] == 1
-    assert rig.states.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.HELD]
+    assert rig.snapshots.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.HELD]
     await rig.close()
     return before, dict(rig.moves.ways)
 

@@ -50,7 +50,7 @@ async def check_empty(rig: StateRig, num_held: int = 0) -> None:
     assert rig.tiers.host is not None and rig.tiers.host.used_bytes == 0
     assert rig.snapshots.num_held == num_held
     rig.tiers.host.check_integrity()
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -99,7 +99,7 @@ async def test_a_state_is_the_same_from_every_tier(tmp_path: Path, where: str) -
         b"".join(await exported(rig, made.id)) == first == (tmp_path / "states" / f"{made.id.hex()}.state").read_bytes()
     )
     assert rig.tiers.host is not None and rig.tiers.host.find(made.id) is not None
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     await rig.close()
 
 
@@ -150,7 +150,7 @@ async def test_a_snapshot_that_is_released_meanwhile_is_exported_to_its_end(pair
     assert rig.exchange is not None and rig.tiers.host is not None
     pieces = rig.exchange.export(made.id, ANONYMOUS, pause_s=60.0, whole_s=600.0)
     first = await anext(pieces)
-    rig.states.release([made.id], ANONYMOUS)
+    rig.snapshots.release([made.id], ANONYMOUS)
     assert rig.tiers.host.used_bytes > 0, "its place is kept"
     came = await imported(other, [first, *[piece async for piece in pieces]])
     await check_empty(rig)
@@ -171,7 +171,7 @@ async def test_another_principal_s_snapshot_is_one_that_never_was(tmp_path: Path
     came = await imported(rig, await exported(rig, made.id), BOB)
     with refuses(Reason.SNAPSHOT_UNKNOWN):
         await exported(rig, came.id)
-    assert [one.id for one in rig.states.describe(BOB)[0]] == [came.id]
+    assert [one.id for one in rig.snapshots.describe(BOB)[0]] == [came.id]
     header = b"".join(await exported(rig, came.id, BOB))[:4096]
     assert b"bob" in header and b"anonymous" not in header, "an import is of whom it came from"
 
@@ -197,11 +197,11 @@ async def test_host_memory_without_room_refuses_both_ways(pair: Any, tmp_path: P
     with refuses(Reason.NO_SNAPSHOT_LINES) as caught:
         await imported(other, pieces)
     assert caught.value.refusal.retry_after_s is not None
-    other.states.release([held[0].id], ANONYMOUS)
+    other.snapshots.release([held[0].id], ANONYMOUS)
     unpinned = await imported(other, pieces)
     await imported(other, pieces)
     assert other.snapshots.release([unpinned.id], ANONYMOUS) == [SnapshotState.EVICTED], "it made way for the other"
-    assert {one.id for one in held[1:]} <= {one.id for one in other.states.describe(ANONYMOUS)[0]}
+    assert {one.id for one in held[1:]} <= {one.id for one in other.snapshots.describe(ANONYMOUS)[0]}
 
 
 async def test_no_more_are_stored_than_may_be(pair: Any) -> None:
@@ -210,7 +210,7 @@ async def test_no_more_are_stored_than_may_be(pair: Any) -> None:
     held = [await imported(other, pieces) for _ in range(STORED_LIMIT)]
     with refuses(Reason.NO_SNAPSHOT_LINES):
         await imported(other, pieces)
-    other.states.release([one.id for one in held], ANONYMOUS)
+    other.snapshots.release([one.id for one in held], ANONYMOUS)
     await check_empty(other)
 
 
@@ -280,10 +280,10 @@ async def test_nobody_sees_an_import_that_is_under_way(pair: Any) -> None:
     await until(lambda: other.tiers.host is not None and other.tiers.host.used_bytes)
     keys = PrefixKeys.of([KEY], [made.position], made.position + 1)
     assert other.states.find(keys, b"", ANONYMOUS, ReusePolicy.ALWAYS).prefix is None
-    assert other.states.describe(ANONYMOUS)[0] == []
+    assert other.snapshots.describe(ANONYMOUS)[0] == []
     goes_on.set()
     came = await importing
-    assert [one.id for one in other.states.describe(ANONYMOUS)[0]] == [came.id]
+    assert [one.id for one in other.snapshots.describe(ANONYMOUS)[0]] == [came.id]
 
 
 # -- shares ----------------------------------------------------------------------------------------------------------
@@ -314,8 +314,8 @@ async def test_an_import_counts_in_its_principal_s_quota(pair: Any) -> None:
         goes_on.set()
         with refuses(Reason.QUOTA_EXCEEDED):
             await first
-    assert len(other.states.describe(carol)[0]) == 2
-    other.states.release([made.id], carol)
+    assert len(other.snapshots.describe(carol)[0]) == 2
+    other.snapshots.release([made.id], carol)
     await imported(other, pieces, carol)
     await imported(other, pieces, BOB)
 
@@ -364,7 +364,7 @@ async def test_pinned_imports_take_no_more_of_the_device_than_pinned_captures(pa
             pass
     assert other.snapshots.num_pinned == 1 and other.tiers.host is not None
     assert other.tiers.host.pinned_bytes["alice"] == other.tiers.host.size_of(two.id), "on the device it is the other"
-    other.states.check_integrity()
+    other.snapshots.check_integrity()
 
 
 # -- values ----------------------------------------------------------------------------------------------------------

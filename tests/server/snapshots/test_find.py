@@ -61,11 +61,11 @@ async def test_misses_have_their_reasons() -> None:
     assert find(rig, PROMPT[:5]).miss is Miss.TOO_SHORT
     assert find(rig, adapter_hash=b"another").miss is Miss.OTHER_ADAPTER
     assert find(rig, principal=OTHER).miss is Miss.NEVER_STORED
-    rig.states.release([first], ANONYMOUS)
+    rig.snapshots.release([first], ANONYMOUS)
     assert find(rig).miss is Miss.NEVER_STORED
     await stored(rig, 5, lease_s=1.0)
     rig.now += 1
-    rig.states.reap()
+    rig.snapshots.reap()
     assert find(rig).miss is Miss.EVICTED  # its lease was over
     rig = make_rig()
     for length in (4, 5, 6):
@@ -92,9 +92,9 @@ async def test_another_snapshot_under_a_key_leaves_the_first_one_there() -> None
     second = await stored(rig, 5)
     found = find(rig)
     assert found.prefix is not None and found.prefix.snapshot == first
-    rig.states.release([second], ANONYMOUS)
+    rig.snapshots.release([second], ANONYMOUS)
     assert find(rig).prefix == found.prefix
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
 
 
 async def open_found(rig: Rig, prompt: list[float], count: int = 1) -> tuple[Match, Opened]:

@@ -43,10 +43,10 @@ async def test_what_is_over_before_its_file_is_read_is_not_lost(
 
     async def end() -> None:
         if how is RELEASED:
-            rig.states.release([made.id], ANONYMOUS)
+            rig.snapshots.release([made.id], ANONYMOUS)
         elif how is EXPIRED:
             rig.now += 2e3
-            rig.states.reap()
+            rig.snapshots.reap()
         elif await files.release(made.id):
             files.on_evicted(made.id)
         await until(lambda: not files.used_bytes)
@@ -67,7 +67,7 @@ async def test_what_is_over_before_its_file_is_read_is_not_lost(
         await restored(rig, made)
     assert caught.value.refusal.metadata == {"state": how.name}
     assert (moves.num_lost, files.flaws, host.used_bytes) == (0, Counter(), 0)
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     await rig.close()
 
 
@@ -105,5 +105,5 @@ async def test_what_came_to_the_device_is_not_read_from_its_file(
     await asyncio.gather(*exports)
     assert described(rig, made).tier is Tier.DEVICE and host.find(made.id) is not None
     assert (moves.num_lost, files.flaws) == (0, Counter())
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     await rig.close()

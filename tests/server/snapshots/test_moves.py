@@ -67,7 +67,7 @@ async def test_a_snapshot_goes_on_bitwise_from_every_tier(
         await rig.states.find_stored(lambda name: 0 if name == "anonymous" else None)
         again = described(rig, made)
         assert (again.position, again.tier, again.created) == (made.position, Tier.FILE, made.created)
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     keys = PrefixKeys.of([KEY], [made.position], made.position + 1)
     match = rig.states.find(keys, b"", ANONYMOUS, ReusePolicy.ALWAYS)
     assert match.prefix is not None and match.prefix.snapshot == made.id and match.restore_s > 0
@@ -75,7 +75,7 @@ async def test_a_snapshot_goes_on_bitwise_from_every_tier(
         for one, other in zip(await child.goes_on(), expected, strict=True):
             np.testing.assert_array_equal(one, other)
     assert described(rig, made).tier is Tier.DEVICE
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     await rig.close()
 
 
@@ -85,7 +85,7 @@ async def test_a_waypoint_goes_on_bitwise_from_host_memory(name: str, tmp_path: 
     rig = make_rig(tmp_path, name)
     parent = await prefilled(rig, 7)
     await parent.step(PREFILL, 80, waypoints=RowWaypoints((64,), at_end=True, keys={71: KEY, 87: b"e" * 16}))
-    made = {one.position: one for one in rig.states.describe(ANONYMOUS)[0]}
+    made = {one.position: one for one in rig.snapshots.describe(ANONYMOUS)[0]}
     assert sorted(made) == [71, 87]
     [here] = await restored(rig, made[71])
     expected = await here.goes_on()
@@ -102,7 +102,7 @@ async def test_a_waypoint_goes_on_bitwise_from_host_memory(name: str, tmp_path: 
     assert described(rig, made[71]).tier is Tier.DEVICE
     for one, other in zip(await Sequence(rig, int(again.handles[0]), 71).goes_on(), expected, strict=True):
         np.testing.assert_array_equal(one, other)
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     await rig.close()
 
 
@@ -115,13 +115,13 @@ async def test_what_is_released_while_it_is_copied_keeps_its_line_until_then(tmp
     rig.table.close(rig.table.server_epoch, np.array([first.handle], dtype=np.uint64))
     # Its line stays when it is released while it is copied.
     num_used = rig.lines.num_used
-    assert rig.states.release([made.id], ANONYMOUS) == [SnapshotState.RELEASED]
-    rig.states.check_integrity()
+    assert rig.snapshots.release([made.id], ANONYMOUS) == [SnapshotState.RELEASED]
+    rig.snapshots.check_integrity()
     assert rig.lines.num_used == num_used
     rig.engine.run()
     rig.engine.eager = True
     await settled(rig)
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     assert rig.lines.num_used == num_used - 1
     assert rig.tiers.host is not None and rig.tiers.host.used_bytes == 0
 
@@ -136,13 +136,13 @@ async def test_what_is_not_stored_yet_is_over_when_it_gives_way(tmp_path: Path) 
         await turns(3)
         made.append(await making)
     # Of one that is being copied the line is not counted, and both lines of snapshots may be had.
-    states = rig.states.renew([one.id for one in made], ANONYMOUS, lease_s=None)
+    states = rig.snapshots.renew([one.id for one in made], ANONYMOUS, lease_s=None)
     assert states[0] is SnapshotState.HELD and sorted(states)[:3] == [SnapshotState.HELD] * 3
     assert states.count(SnapshotState.EVICTED) == 2
     rig.engine.run()
     rig.engine.eager = True
     await settled(rig)
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     assert rig.lines.num_freezable == 0
     tiers = Counter(described(rig, one).tier for one, state in zip(made, states, strict=True) if state == 1)
     assert tiers == {Tier.HOST: 1, Tier.DEVICE: 2}
@@ -174,8 +174,8 @@ async def test_a_damaged_file_is_lost_and_told(tmp_path: Path) -> None:
         await restored(rig, made)
     assert caught.value.refusal.metadata == {"state": "LOST"}
     assert rig.moves is not None and rig.moves.num_lost == 1
-    assert rig.states.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.LOST]
-    rig.states.check_integrity()
+    assert rig.snapshots.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.LOST]
+    rig.snapshots.check_integrity()
     await rig.close()
     assert not path.exists()
 
@@ -199,7 +199,7 @@ async def test_a_file_that_can_t_be_read_now_is_not_lost(
             await restored(rig, made)
     assert rig.moves is not None and rig.moves.num_lost == 0
     await restored(rig, made)
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     await rig.close()
 
 
@@ -214,7 +214,7 @@ async def test_a_prompt_whose_file_is_damaged_begins_with_nothing(tmp_path: Path
         PrefixKeys.of([KEY], [made.position], made.position + 1), b"", ANONYMOUS, ReusePolicy.ALWAYS
     ) as found:
         assert found.prefix is None
-    assert rig.states.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.LOST]
+    assert rig.snapshots.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.LOST]
     await rig.close()
 
 
@@ -231,8 +231,8 @@ async def test_a_full_disk_is_a_miss_and_no_error(tmp_path: Path, monkeypatch: p
     assert rig.tiers.files is not None and rig.tiers.files.misses[Miss.NO_SPACE] == 3
     assert described(rig, made).tier is Tier.HOST
     await leave_host(rig, made.id)
-    assert rig.states.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.EVICTED]
-    rig.states.check_integrity()
+    assert rig.snapshots.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.EVICTED]
+    rig.snapshots.check_integrity()
     await rig.close()
 
 
@@ -245,8 +245,8 @@ async def test_host_memory_that_is_full_lets_the_oldest_go(tmp_path: Path) -> No
         made.append(await captured(other))
         rig.table.close(rig.table.server_epoch, np.array([other.handle], dtype=np.uint64))
         await settled(rig)
-        rig.states.check_integrity()
-    states = rig.states.renew([one.id for one in made], ANONYMOUS, lease_s=None)
+        rig.snapshots.check_integrity()
+    states = rig.snapshots.renew([one.id for one in made], ANONYMOUS, lease_s=None)
     assert states == [SnapshotState.EVICTED, *[SnapshotState.HELD] * (len(made) - 1)] and len(made) > 3
     await rig.close()
 
@@ -278,7 +278,7 @@ async def test_those_who_want_the_same_wait_for_one_copy(tmp_path: Path) -> None
     await turns(5)
     waiting[0].cancel()
     assert rig.moves is not None and not any(one.done() for one in waiting[1:])
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     rig.engine.run()
     rig.engine.eager = True
     assert len(await waiting[1]) == len(await waiting[2]) == 1
@@ -295,13 +295,13 @@ async def test_what_is_released_while_it_comes_back_is_over(tmp_path: Path) -> N
     rig.engine.eager = False
     waiting = asyncio.ensure_future(restored(rig, made))
     await turns(5)
-    rig.states.release([made.id], ANONYMOUS)
-    rig.states.check_integrity()
+    rig.snapshots.release([made.id], ANONYMOUS)
+    rig.snapshots.check_integrity()
     rig.engine.run()
     rig.engine.eager = True
     with refuses(Reason.SNAPSHOT_UNKNOWN):
         await waiting
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     assert rig.lines.num_used == used
     await rig.close()
 
@@ -321,7 +321,7 @@ async def test_close_finishes_what_is_copied(tmp_path: Path) -> None:
     assert not closing.done()
     rig.engine.run()
     await closing
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     assert rig.tiers.host is not None and rig.tiers.host.find(made.id) is not None
     await rig.tiers.close()
 

@@ -433,7 +433,7 @@ class World:
         keys, states = PrefixKeys.of([known.key], [position], position + 1), self.rig.states
         # A waypoint at its row's end is there twice: of states that are alike, any that is held will do.
         alike = [one for one, (other, _) in self.snapshots.items() if other.key == known.key]
-        told_states = zip(alike, states.renew(alike, known.owner, lease_s=None), strict=True)
+        told_states = zip(alike, self.rig.snapshots.renew(alike, known.owner, lease_s=None), strict=True)
         held = [one for one, state in told_states if state is SnapshotState.HELD]
         for other in PRINCIPALS:
             found = states.find(keys, b"", other, ReusePolicy.ALWAYS)
@@ -481,7 +481,7 @@ class World:
     async def release(self) -> None:
         if self.snapshots:
             id = self.one_snapshot()
-            (state,) = self.rig.states.release([id], self.snapshots[id][0].owner)
+            (state,) = self.rig.snapshots.release([id], self.snapshots[id][0].owner)
             assert state in (SnapshotState.RELEASED, SnapshotState.EVICTED, SnapshotState.EXPIRED)
             del self.snapshots[id]
 
@@ -516,7 +516,7 @@ class World:
             assert table.reap() == 1
             self.end(handle)
         self.rig.now += 4
-        self.rig.states.reap()
+        self.rig.snapshots.reap()
         others = np.array(list(self.known), dtype=np.uint64)
         for owner in PRINCIPALS:  # others' are left alone
             self.rig.table.renew(self.rig.table.server_epoch, others, 1e3, owner)
@@ -549,7 +549,7 @@ class World:
         assert not self.rig.scheduler.has_failed
         assert not any(issued for known in self.known.values() for issued in known.issued)
         for id, (known, is_pinned) in list(self.snapshots.items()):
-            (state,) = self.rig.states.renew([id], known.owner, lease_s=None)
+            (state,) = self.rig.snapshots.renew([id], known.owner, lease_s=None)
             assert state is not SnapshotState.EVICTED or not is_pinned
             self.done[state.name] += 1
             if state is not SnapshotState.HELD:  # some are still asked for
@@ -595,10 +595,10 @@ class World:
                 long = [handle for handle, known in self.known.items() if too_long(known)]
                 for handle in long:
                     self.close_one(handle)
-            self.rig.states.check_integrity()
+            self.rig.snapshots.check_integrity()
             self.rig.waypoints.check_integrity()
         await self.finish()
-        self.rig.states.check_integrity()
+        self.rig.snapshots.check_integrity()
 
 
 def too_long(known: Known) -> bool:
@@ -679,7 +679,7 @@ async def test_planted_bugs_are_found(
     plant(monkeypatch)
     world = World("hybrid", tmp_path, seed=3)
     if not checks:
-        monkeypatch.setattr(world.rig.states, "check_integrity", lambda: None)
+        monkeypatch.setattr(world.rig.snapshots, "check_integrity", lambda: None)
         monkeypatch.setattr(world.rig.lines, "check_batch", lambda *_: None)
         with pytest.raises((AssertionError, ValueError, RequestError)):
             await world.run(300)

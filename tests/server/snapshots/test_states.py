@@ -46,13 +46,12 @@ async def test_a_snapshot_outlives_its_sequence_and_is_begun_from_again_and_agai
     (made,) = await rig.snapshot(parent, lease_s=30.0, is_pinned=True)
     assert (len(made.id), made.position, made.is_pinned, made.lease_s) == (16, 6, True, 30.0)
     assert (made.num_bytes, made.tier, made.created) == (100 + 2 * 10, Tier.DEVICE, 1e9 + 100)
-    assert rig.states.describe(ANONYMOUS) == ([made], False)
+    assert rig.snapshots.describe(ANONYMOUS) == ([made], False)
     rig.close(parent)
     for child in rig.restore(made.id, made.id):
         assert await decoded(rig, child, 1, 6) == checksum([*tokens(6), 9.0])
-    assert (
-        rig.states.release([made.id], ANONYMOUS) == [SnapshotState.RELEASED] == rig.states.release([made.id], ANONYMOUS)
-    )
+    for _ in range(2):
+        assert rig.snapshots.release([made.id], ANONYMOUS) == [SnapshotState.RELEASED]
     with refuses(Reason.SNAPSHOT_UNKNOWN) as caught:
         rig.restore(made.id)
     assert caught.value.refusal.metadata == {"state": "RELEASED"}
@@ -73,7 +72,7 @@ async def test_a_fork_has_its_place_among_steps_in_flight() -> None:
     for token, child in enumerate(children):
         assert await decoded(rig, child, 1, 6, token) == checksum([*tokens(6), token])
     rig.close(parent, *children)
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     assert (rig.lines.num_used, rig.snapshots.num_held) == (0, 0)
 
 
@@ -172,9 +171,9 @@ async def test_another_s_snapshot_is_as_one_that_never_was() -> None:
         with refuses(Reason.SNAPSHOT_UNKNOWN) as caught:
             rig.restore(id, principal=OTHER)
         assert (str(caught.value), caught.value.refusal.metadata) == ("no snapshot has this id", {"state": "UNKNOWN"})
-        assert rig.states.release([id], OTHER) == [SnapshotState.UNKNOWN]
-        assert rig.states.renew([id], OTHER, lease_s=None) == [SnapshotState.UNKNOWN]
-    assert rig.states.describe(OTHER) == ([], False) and len(rig.states.describe(ANONYMOUS)[0]) == 1
+        assert rig.snapshots.release([id], OTHER) == [SnapshotState.UNKNOWN]
+        assert rig.snapshots.renew([id], OTHER, lease_s=None) == [SnapshotState.UNKNOWN]
+    assert rig.snapshots.describe(OTHER) == ([], False) and len(rig.snapshots.describe(ANONYMOUS)[0]) == 1
 
 
 async def test_another_s_call_does_not_keep_a_snapshot() -> None:
@@ -193,16 +192,16 @@ async def test_a_lease_runs_out_unless_it_is_renewed_and_a_stall_is_waited_for()
     first, second = await prefilled(rig, 2)
     made = await rig.snapshot(first, second, lease_s=10.0)
     ids = [one.id for one in made]
-    rig.states.reap()
+    rig.snapshots.reap()
     rig.now += 9
-    assert rig.states.renew(ids[:1], ANONYMOUS, lease_s=None) == [SnapshotState.HELD]
+    assert rig.snapshots.renew(ids[:1], ANONYMOUS, lease_s=None) == [SnapshotState.HELD]
     rig.now += 2
-    rig.states.reap()  # this one comes late
+    rig.snapshots.reap()  # this one comes late
     assert rig.snapshots.num_held == 2
     rig.now += 1
-    rig.states.reap()
-    assert rig.states.renew(ids, ANONYMOUS, lease_s=5.0) == [SnapshotState.HELD, SnapshotState.EXPIRED]
-    rig.states.check_integrity()
+    rig.snapshots.reap()
+    assert rig.snapshots.renew(ids, ANONYMOUS, lease_s=5.0) == [SnapshotState.HELD, SnapshotState.EXPIRED]
+    rig.snapshots.check_integrity()
 
 
 async def test_leases_that_run_out_together_end_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +215,7 @@ async def test_leases_that_run_out_together_end_some_at_a_time(monkeypatch: pyte
         ended = rig.snapshots.reap()
     assert (ended, rig.snapshots.num_held) == (2, 1)
     assert (rig.snapshots.reap(), rig.snapshots.num_held) == (1, 0)
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
 
 
 async def test_unpinned_snapshots_give_way_to_captures_the_least_recently_used_first() -> None:
@@ -230,13 +229,13 @@ async def test_unpinned_snapshots_give_way_to_captures_the_least_recently_used_f
     rig.close(handles[4])
     rig.close(rig.restore(ids[1])[0])
     (made,) = await rig.snapshot(handles[3])
-    assert rig.states.renew(ids, ANONYMOUS, lease_s=None) == [
+    assert rig.snapshots.renew(ids, ANONYMOUS, lease_s=None) == [
         SnapshotState.HELD,
         SnapshotState.HELD,
         SnapshotState.EVICTED,
     ]
     await rig.fork(handles[0])
-    held = {one.id for one in rig.states.describe(ANONYMOUS)[0]}
+    held = {one.id for one in rig.snapshots.describe(ANONYMOUS)[0]}
     assert held == {ids[0], made.id} and rig.snapshots.num_evicted == 2
 
 
@@ -249,10 +248,10 @@ async def test_lines_that_are_pinned_or_read_by_several_do_not_give_way() -> Non
     with refuses(Reason.NO_SNAPSHOT_LINES) as caught:
         await rig.snapshot(third)
     assert "1 lines asked for, 0 of 2" in str(caught.value) and caught.value.refusal.retry_after_s
-    assert rig.states.renew([unpinned.id], ANONYMOUS, lease_s=None) == [SnapshotState.HELD]  # not in vain
+    assert rig.snapshots.renew([unpinned.id], ANONYMOUS, lease_s=None) == [SnapshotState.HELD]  # not in vain
     await decoded(rig, child, 1, 6)
     await rig.snapshot(third)
-    assert rig.states.renew([unpinned.id], ANONYMOUS, lease_s=None) == [SnapshotState.EVICTED]
+    assert rig.snapshots.renew([unpinned.id], ANONYMOUS, lease_s=None) == [SnapshotState.EVICTED]
 
 
 @pytest.mark.parametrize("spans", [1, 2])
@@ -266,7 +265,7 @@ async def test_an_idle_sequence_is_given_its_line_back_to_write(spans: int) -> N
     for _ in range(2):
         (given_up,) = await rig.snapshot(first)
         (made,) = await rig.snapshot(second)  # neither has stepped since
-        assert rig.states.renew([given_up.id], ANONYMOUS, lease_s=None) == [SnapshotState.EVICTED]
+        assert rig.snapshots.renew([given_up.id], ANONYMOUS, lease_s=None) == [SnapshotState.EVICTED]
         assert rig.table.write_line[rig.slots(first)].tolist() == line and rig.lines.num_frozen == 1
         assert (rig.lines.num_used, rig.table.num_frozen_reads) == (3, spans)
     for span in range(spans):
@@ -280,7 +279,7 @@ async def test_a_line_that_is_to_be_captured_is_not_given_back() -> None:
     rig = make_rig(snapshot_lines=1)
     first, second = await prefilled(rig, 2)
     (made,) = await rig.snapshot(second)
-    rig.states.release([made.id], ANONYMOUS)
+    rig.snapshots.release([made.id], ANONYMOUS)
     with refuses(Reason.NO_SNAPSHOT_LINES):
         await rig.snapshot(first, second)
     await rig.snapshot(second)
@@ -293,7 +292,7 @@ async def test_two_snapshots_of_one_line_give_way_together() -> None:
     made = [*await rig.snapshot(first), *await rig.snapshot(first)]
     await decoded(rig, first, 2, 6)
     await rig.snapshot(second)
-    states = rig.states.renew([one.id for one in made], ANONYMOUS, lease_s=None)
+    states = rig.snapshots.renew([one.id for one in made], ANONYMOUS, lease_s=None)
     assert states == [SnapshotState.EVICTED] * 2
 
 
@@ -309,9 +308,9 @@ async def test_unpinned_snapshots_give_way_to_steps_that_lack_pages() -> None:
     result = await rig.step((second, PREFILL, 1, 0, -1, tokens(17)))
     assert reason(result) is Reason.PAGES_EXHAUSTED
     ids = [pinned.id, unpinned.id]
-    assert rig.states.renew(ids, ANONYMOUS, lease_s=None) == [SnapshotState.HELD] * 2  # not in vain
+    assert rig.snapshots.renew(ids, ANONYMOUS, lease_s=None) == [SnapshotState.HELD] * 2  # not in vain
     assert reason(await rig.step((second, PREFILL, 1, 0, -1, tokens(16)))) is None
-    states = rig.states.renew(ids, ANONYMOUS, lease_s=None)
+    states = rig.snapshots.renew(ids, ANONYMOUS, lease_s=None)
     assert states == [SnapshotState.HELD, SnapshotState.EVICTED]
     with refuses(Reason.PAGES_EXHAUSTED):
         rig.restore(pinned.id)
@@ -336,7 +335,7 @@ async def test_nothing_gives_way_to_a_step_that_is_refused_for_another_reason(
     rows = [(handle, PREFILL, 1, 0, -1, tokens(13)) for handle in (second, third)]
     with refuses(why):
         await rig.step(*rows)
-    assert rig.states.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.HELD]
+    assert rig.snapshots.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.HELD]
 
 
 async def test_the_number_of_snapshots_is_bounded_and_a_quota_is_told_with_its_numbers() -> None:
@@ -367,7 +366,7 @@ async def test_wrong_counts_are_noticed(field: str) -> None:
     else:
         rig.snapshots.device.room.remove(made.id)
     with pytest.raises(ValueError, match=r"snapshot table|room"):
-        rig.states.check_integrity()
+        rig.snapshots.check_integrity()
 
 
 async def test_a_principal_leaves_others_lines_for_pinned_snapshots() -> None:
@@ -391,27 +390,27 @@ async def test_what_others_are_told_is_not_forgotten_for_one_who_ends_many(monke
     rig = make_rig(pages=0)
     (parent,) = await prefilled(rig)
     (made,) = await rig.snapshot(parent)
-    rig.states.release([made.id], ANONYMOUS)
+    rig.snapshots.release([made.id], ANONYMOUS)
     handle = int(rig.table.open(1, principal=OTHER).handles[0])
     for _ in range(40):
         (one,) = await rig.states.create(
             rig.table.server_epoch, np.array([handle], dtype=np.uint64), OTHER, lease_s=None, is_pinned=False
         )
-        rig.states.release([one.id], OTHER)
-    assert rig.states.release([made.id], ANONYMOUS) == [SnapshotState.RELEASED]
-    assert rig.states.release([one.id], OTHER) == [SnapshotState.RELEASED]
+        rig.snapshots.release([one.id], OTHER)
+    assert rig.snapshots.release([made.id], ANONYMOUS) == [SnapshotState.RELEASED]
+    assert rig.snapshots.release([one.id], OTHER) == [SnapshotState.RELEASED]
 
 
 async def test_snapshots_are_told_page_by_page() -> None:
     rig = make_rig(pages=0)
     (parent,) = await prefilled(rig)
     ids = sorted([(await rig.snapshot(parent))[0].id for _ in range(7)])
-    first, has_more = rig.states.describe(ANONYMOUS, limit=3)
+    first, has_more = rig.snapshots.describe(ANONYMOUS, limit=3)
     assert ([one.id for one in first], has_more) == (ids[:3], True)
-    rig.states.release(ids[2:3], ANONYMOUS)
-    last, has_more = rig.states.describe(ANONYMOUS, after=ids[2], limit=4)
+    rig.snapshots.release(ids[2:3], ANONYMOUS)
+    last, has_more = rig.snapshots.describe(ANONYMOUS, after=ids[2], limit=4)
     assert ([one.id for one in last], has_more) == (ids[3:], False)
-    assert rig.states.describe(ANONYMOUS, after=ids[-1], limit=4) == ([], False)
+    assert rig.snapshots.describe(ANONYMOUS, after=ids[-1], limit=4) == ([], False)
 
 
 async def test_what_a_conversation_has_passed_gives_way_before_its_end() -> None:
@@ -425,7 +424,7 @@ async def test_what_a_conversation_has_passed_gives_way_before_its_end() -> None
     (child,) = rig.restore(made[2].id)
     await decoded(rig, child, 1, 8)
     await rig.snapshot(child)
-    held = rig.states.renew([one.id for one in made], ANONYMOUS, lease_s=None)
+    held = rig.snapshots.renew([one.id for one in made], ANONYMOUS, lease_s=None)
     assert held == [SnapshotState.HELD, SnapshotState.EVICTED, SnapshotState.HELD]
 
 
@@ -477,7 +476,7 @@ async def test_a_principal_leaves_others_lines_that_its_idle_sequences_wait_on(w
     for parent in parents[:2]:  # who steps on waits no more
         await rig.step((parent, DECODE, 2, 1, -1, [2.0]), principal=greedy)
     assert len(await branch(parents[2])) == len(children[0]) == 1
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
 
 
 @pytest.mark.parametrize("pins", [True, False], ids=["pinned snapshots", "forks"])

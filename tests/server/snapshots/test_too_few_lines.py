@@ -38,8 +38,8 @@ async def test_more_lines_than_are_ever_left_to_a_principal(asked: int, may_fit:
     with refuses(Reason.NO_SNAPSHOT_LINES) as caught:
         await rig.snapshot(*handles[:asked], is_pinned=True, principal=principal)
     assert (caught.value.refusal.retry_after_s is not None) == may_fit
-    for one in rig.states.describe(principal)[0]:
-        rig.states.release([one.id], principal)
+    for one in rig.snapshots.describe(principal)[0]:
+        rig.snapshots.release([one.id], principal)
     if may_fit:
         await rig.snapshot(*handles[:asked], is_pinned=True, principal=principal)
 
@@ -58,7 +58,7 @@ async def test_a_sequence_that_waits_on_two_lines_gives_back_one() -> None:
     await rig.snapshot(waiting)
     with refuses(Reason.NO_SNAPSHOT_LINES):
         await rig.snapshot(*others)
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()
     await rig.snapshot(others[0])
     for handle, token in zip(others, (2.0, 3.0), strict=True):
         result = await rig.step((handle, DECODE, 2, 8, -1, [9.0]), span=0)
@@ -85,7 +85,7 @@ async def test_a_principal_leaves_others_lines_that_it_keeps_by_a_step_on_one_sp
                 await rig.step((handle, DECODE, 2, 1, -1, [2.0]), span=span, principal=greedy)
             (handle,), step = rig.restore(made.id, principal=greedy), 1
         await rig.step((handle, DECODE, step, 1, -1, [2.0]), principal=greedy)
-        rig.states.release([made.id], greedy)
+        rig.snapshots.release([made.id], greedy)
 
     await keep()
     await keep()
@@ -93,4 +93,4 @@ async def test_a_principal_leaves_others_lines_that_it_keeps_by_a_step_on_one_sp
         await keep()
     assert caught.value.refusal.retry_after_s is not None
     await rig.snapshot(await prefilled(other), principal=other)
-    rig.states.check_integrity()
+    rig.snapshots.check_integrity()

@@ -93,7 +93,7 @@ class World:
             results.append(done.result())
             assert not results[-1].refusals
             self.rig.scheduler.settle()
-            self.rig.states.check_integrity()
+            self.rig.snapshots.check_integrity()
             self.rig.waypoints.check_integrity()
         return results
 

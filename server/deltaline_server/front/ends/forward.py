@@ -121,7 +121,7 @@ class Forward(grpc.GenericRpcHandler):
         if reader is None:
             reader = self._readers[peer] = Reader(self._held)
         reader.check()
-        call = _Call(self._core, reader, path, peer, context)
+        call = _Call(self._core, reader, path, context)
 
         def over(_: object) -> None:
             call.close()  # a generator's own end comes later
@@ -143,7 +143,7 @@ class _Ended(Exception):
 class _Call:
     """A call on its way to the core and back."""
 
-    def __init__(self, core: LinkSocket[status_pb2.Status], reader: Reader, path: str, peer: str, context: Any) -> None:
+    def __init__(self, core: LinkSocket[status_pb2.Status], reader: Reader, path: str, context: Any) -> None:
         self._core, self._reader, self.unread = core, reader, reader.join(self._cut)
         self._replies: deque[bytes | status_pb2.Status | None] = deque()
         self._came: asyncio.Future[None] | None = None

@@ -21,7 +21,7 @@ class Held:
 
     max_bytes: int
     num_bytes: int = 0
-    # What ends each. Not in the share: whom it ends has the share, and such a circle waits for the garbage collector.
+    # What ends the owner of each share. The owner refers to its share: kept there, it would be a reference cycle.
     shares: dict[Share, Callable[[str], None]] = field(default_factory=dict)
 
     def join(self, end: Callable[[str], None], of: str = "connection") -> Share:

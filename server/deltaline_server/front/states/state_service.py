@@ -156,7 +156,7 @@ class StateService:
         response.server_epoch, response.server = self._table.server_epoch, self._identity.name
         while True:
             count = min(limit - len(response.snapshots), AT_ONCE)
-            page, response.has_more = self._states.describe(current_principal(), after, count)
+            page, response.has_more = self._states.snapshots.describe(current_principal(), after, count)
             response.snapshots.extend(map(replies.snapshot, page))
             if not response.has_more or len(response.snapshots) == limit:
                 return response.SerializeToString()
@@ -170,7 +170,7 @@ class StateService:
         principal = current_principal()
 
         async def work() -> bytes:
-            states = await _by_parts(ids, lambda some: self._states.renew(some, principal, lease_s=lease_s))
+            states = await _by_parts(ids, lambda some: self._states.snapshots.renew(some, principal, lease_s))
             return replies.renew_snapshots_response(states)
 
         return await self._once("RenewSnapshots", message, work)
@@ -181,7 +181,7 @@ class StateService:
         principal = current_principal()
 
         async def work() -> bytes:
-            states = await _by_parts(ids, lambda some: self._states.release(some, principal))
+            states = await _by_parts(ids, lambda some: self._states.snapshots.release(some, principal))
             return replies.release_snapshots_response(states)
 
         return await self._once("ReleaseSnapshots", message, work)

@@ -28,7 +28,7 @@ class Turns:
 
     def wait_s(self, principal: int | None) -> float:
         """Count a call that came; return for how many seconds it waits. principal: its number; None of calls that
-        anybody may make, which have turns as one more would, and for which no other waits."""
+        anybody may make, which have turns as if they were one more principal's, and delay no other."""
         now_s, called_s = self._clock(), self._called_s
         called_s.pop(principal, None)
         while called_s and called_s[first := next(iter(called_s))] <= now_s - ACTIVE_S:

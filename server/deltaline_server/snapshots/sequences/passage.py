@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.exchange import Exchange
-from deltaline_server.snapshots.header import ID_BYTES
 from deltaline_server.snapshots.sequences.coming import Coming, Wholes
 from deltaline_server.snapshots.sequences.in_order import InOrder
+from deltaline_server.tables.captured.snapshots import ID_BYTES
 from deltaline_server.tables.ledger import Slots
 from deltaline_server.tables.moved import Owner
 from deltaline_server.tables.sequences import SequenceTable

@@ -332,7 +332,7 @@ async def test_pages_count_in_their_principal_s_share_until_they_are_written(pai
     await until(lambda: to.engine.num_tasks)
     with refuses(Reason.NO_SNAPSHOT_LINES):
         await imported_snapshot(to, snapshot, alice)
-    to.states.release([(await imported_snapshot(to, snapshot, bob)).id], bob)
+    to.snapshots.release([(await imported_snapshot(to, snapshot, bob)).id], bob)
     before = host.used_bytes
     go.set()
     await until(lambda: host.used_bytes > before)

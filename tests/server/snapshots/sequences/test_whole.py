@@ -210,11 +210,11 @@ async def test_a_sequence_that_travels_is_no_snapshot_on_its_way(pair: Any) -> N
     one = await prefilled(rig)
     assert rig.exchange is not None
     async with rig.passage.stored(rig.table.server_epoch, one.handles, ANONYMOUS) as id:
-        assert rig.states.describe(ANONYMOUS) == ([], False) and rig.snapshots.num_held == 0
+        assert rig.snapshots.describe(ANONYMOUS) == ([], False) and rig.snapshots.num_held == 0
         with refuses(Reason.SNAPSHOT_UNKNOWN):
             await exported(rig, id)
     await one.moved_to(to)
-    assert to.states.describe(ANONYMOUS) == ([], False) and to.lines.num_frozen == 0
+    assert to.snapshots.describe(ANONYMOUS) == ([], False) and to.lines.num_frozen == 0
     check_idle(rig, to)
 
 

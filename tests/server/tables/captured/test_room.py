@@ -34,7 +34,7 @@ class World:
 
     def held(self, is_pinned: bool) -> dict[bytes, CapturedState]:
         """The states of the snapshots that are held, pinned ones or the others."""
-        told, _ = self.rig.states.describe(ANONYMOUS)
+        told, _ = self.rig.snapshots.describe(ANONYMOUS)
         return {one.id: self.state_of[one.id] for one in told if one.is_pinned == is_pinned}
 
     async def act(self) -> None:
@@ -169,7 +169,7 @@ class UnevenWorld:
 
     async def act(self) -> None:
         rig, draw, handles = self.rig, self.draw, list(self.tokens)
-        held = [one.id for one in rig.states.describe(ANONYMOUS)[0]]
+        held = [one.id for one in rig.snapshots.describe(ANONYMOUS)[0]]
         action = draw.choice("oppvvvssrc")
         if action == "o" and len(handles) < 6:
             self.tokens[rig.open()[0]] = []
@@ -183,7 +183,7 @@ class UnevenWorld:
             with suppress(RequestError):
                 await rig.snapshot(*draw.sample(handles, draw.randint(1, min(3, len(handles)))))
         elif action == "r" and held:
-            rig.states.release([draw.choice(held)], ANONYMOUS)
+            rig.snapshots.release([draw.choice(held)], ANONYMOUS)
         elif action == "c" and handles:
             rig.close(handle := draw.choice(handles))
             del self.tokens[handle]
@@ -195,7 +195,7 @@ async def test_room_that_was_made_is_there_and_nobody_reads_anothers_state(seed:
     rig, num_two, num_made = world.rig, 0, 0
     for _ in range(400):
         await world.act()
-        rig.states.check_integrity()
+        rig.snapshots.check_integrity()
         is_read = (rig.table.read_line != 0) & (rig.table.read_line != rig.table.write_line)
         num_two += int((is_read.all(axis=0) & (rig.table.read_line[0] != rig.table.read_line[1])).sum())
         if world.draw.random() < 0.1:
