@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ INTEGERS = (torch.int32, torch.int64)
 class Unused(TypedDict, total=False):
     """Arguments by name that vLLM, fla, FlashQLA and transformers pass to a delta rule; they change nothing.
 
-    Those in NEUTRAL change nothing if they have the value there, or None.
+    Those whose annotation is in NEUTRAL change nothing if they have the value there, or None.
     """
 
     # How it is computed.
@@ -44,7 +44,7 @@ class Unused(TypedDict, total=False):
     seq_idx: Tensor | None
     is_causal: bool | None
     # Other meanings of the arguments.
-    head_first: bool
+    head_first: Literal[False]
     gk: None
     gv: None
     cp_context: None
@@ -71,8 +71,21 @@ class UnusedSteps(TypedDict, total=False):
     is_blackwell: bool
     cache_philox_rounds: int
     # Other meanings of the arguments.
-    enable_stochastic_rounding: bool
+    enable_stochastic_rounding: Literal[False]
     retrieve_parent_token: None
+
+
+class UnusedMambaSteps(UnusedSteps, total=False):
+    """Likewise, to that of Mamba, and FlashInfer's."""
+
+    # How it is computed.
+    algorithm: str
+    backend: str
+    philox_rounds: int
+    # Other meanings of the arguments.
+    state_scale: None
+    intermediate_state_scales: None
+    rand_seed: None
 
 
 class UnusedDeltaSteps(UnusedSteps, total=False):
@@ -81,12 +94,12 @@ class UnusedDeltaSteps(UnusedSteps, total=False):
     # How it is computed.
     cache_steps: int | None
     # Other meanings of the arguments.
-    cache_ring: bool
+    cache_ring: Literal[False]
     replayssm_rawv: None
     replayssm_rawk: None
     replayssm_g: None
     replayssm_beta: None
-    match_cutedsl_decode: bool
+    match_cutedsl_decode: Literal[False]
     intermediate_states_buffer: None
     intermediate_state_indices: None
 
@@ -123,27 +136,37 @@ class UnusedConvSteps(TypedDict, total=False):
 
     # How it is computed.
     metadata: Any
+    # Where the windows of the steps would go.
+    intermediate_state_indices: Tensor | None
     # Other meanings of the arguments.
-    num_accept_tokens: None
     intermediate_conv_window: None
-    intermediate_state_indices: None
     retrieve_next_token: None
     retrieve_next_sibling: None
     retrieve_parent_token: None
 
 
-NEUTRAL: Mapping[str, Any] = {
-    "head_first": False,
-    "enable_stochastic_rounding": False,
-    "cache_ring": False,
-    "match_cutedsl_decode": False,
-    **{
-        name: None
-        for kind in (Unused, UnusedDeltaSteps, UnusedScan, UnusedConv, UnusedConvSteps)
-        for name, hint in kind.__annotations__.items()
-        if hint is NoneType
-    },
-}
+class UnusedExperts(TypedDict, total=False):
+    """Arguments by name that older releases of vLLM pass to the experts; as `Unused`."""
+
+    # How it is computed.
+    allow_deep_gemm: bool
+    allow_cutlass_block_scaled_grouped_gemm: bool
+    # Other meanings of the arguments.
+    use_int8_w8a8: Literal[False]
+    use_int8_w8a16: Literal[False]
+    use_int4_w4a16: Literal[False]
+    use_mxfp4_w4a4: Literal[False]
+    per_channel_quant: Literal[False]
+    ocp_mx_scheme: None
+    w1_zp: None
+    w2_zp: None
+    w1_bias: None
+    w2_bias: None
+    clamp_limit: None
+
+
+# What an argument of one meaning is.
+NEUTRAL: Mapping[Any, Any] = {NoneType: None, Literal[False]: False}
 
 
 def check_unused(unused: Mapping[str, Any], kind: type = Unused) -> None:
@@ -156,9 +179,11 @@ def check_unused(unused: Mapping[str, Any], kind: type = Unused) -> None:
     for name, value in unused.items():
         if name not in kind.__annotations__:
             raise TypeError(f"{name}: expected no argument of this name")
-        if name in NEUTRAL and value is not None and value is not NEUTRAL[name]:
-            wanted = f"{NEUTRAL[name]}, the only meaning that is offered"
-            raise ValueError(f"{name}: expected {wanted}, got {describe(value)}")
+        hint = kind.__annotations__[name]
+        if hint in NEUTRAL and value is not None and value is not NEUTRAL[hint]:
+            raise ValueError(
+                f"{name}: expected {NEUTRAL[hint]}, the only meaning that is offered, got {describe(value)}"
+            )
 
 
 def describe(value: object) -> str:

@@ -20,7 +20,7 @@ from deltaline_kernels.checks import STATES
 from deltaline_kernels.compat.arguments import (
     INTEGERS,
     EngineRows,
-    UnusedSteps,
+    UnusedMambaSteps,
     check_flag,
     check_indices,
     check_operand,
@@ -44,7 +44,7 @@ def _fake(x: Tensor, out: Tensor | None, **_: Any) -> Tensor:
 @operator(
     _fake,
     mutates=["state", "out", "final_state", "intermediate_states_buffer"],
-    unused=partial(check_unused, kind=UnusedSteps),
+    unused=partial(check_unused, kind=UnusedMambaSteps),
 )
 def selective_state_update(
     state: Tensor,
@@ -70,7 +70,7 @@ def selective_state_update(
     intermediate_states_buffer: Tensor | None = None,
     cache_steps: int | None = None,
     intermediate_state_indices: Tensor | None = None,
-    **unused: Unpack[UnusedSteps],
+    **unused: Unpack[UnusedMambaSteps],
 ) -> Tensor:
     """Run the next token of each row, or with cu_seqlens or four dimensions its next tokens, one by one.
 
@@ -110,7 +110,7 @@ def selective_state_update(
             of row i goes to `[entry, t]`. Unless disable_state_update is True this costs a second run.
         cache_steps: None, or the steps of the buffer. intermediate_state_indices: `(N,)` int32 or int64, the entry of
             each row, which keeps nothing below 0; None: its slot. Neither is read without a buffer.
-        unused: what engines pass, and changes nothing (`UnusedSteps`).
+        unused: what engines pass, and changes nothing (`UnusedMambaSteps`).
 
     A row without tokens changes nothing, but that its state, too, goes where states go, if that is elsewhere.
 
@@ -120,7 +120,7 @@ def selective_state_update(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    check_unused(unused, UnusedSteps)
+    check_unused(unused, UnusedMambaSteps)
     check_flag("disable_state_update", disable_state_update)
     steps, targets = intermediate_states_buffer, dst_state_batch_indices
     if disable_state_update or steps is not None:

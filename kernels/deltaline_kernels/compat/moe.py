@@ -2,14 +2,22 @@
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from types import NoneType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, FP8, FP8_BLOCK
-from deltaline_kernels.compat.arguments import INTEGERS, check_flag, check_operand, describe
+from deltaline_kernels.compat.arguments import (
+    INTEGERS,
+    UnusedExperts,
+    check_flag,
+    check_operand,
+    check_unused,
+    describe,
+)
 from deltaline_kernels.moe import run_experts
 from deltaline_kernels.operators import operator
 
@@ -21,7 +29,12 @@ def _fake(hidden_states: Tensor, inplace: bool, **_: Any) -> Tensor:
     return hidden_states if inplace else hidden_states.new_empty(hidden_states.shape)
 
 
-@operator(_fake, mutates=["hidden_states"], only={"activation": str, "quant_config": NoneType})
+@operator(
+    _fake,
+    mutates=["hidden_states"],
+    only={"activation": str, "quant_config": NoneType},
+    unused=partial(check_unused, kind=UnusedExperts),
+)
 def fused_experts(
     hidden_states: Tensor,
     w1: Tensor,
@@ -41,6 +54,7 @@ def fused_experts(
     a1_scale: None = None,
     a2_scale: None = None,
     block_shape: Sequence[int] | None = None,
+    **unused: Unpack[UnusedExperts],
 ) -> Tensor:
     """Return the weighted sum over the experts of each token `[T, H]`, as `run_experts` does.
 
@@ -60,10 +74,12 @@ def fused_experts(
         use_fp8_w8a8: w1 and w2 are in e4m3, in blocks of block_shape, (128, 128), that w1_scale
             `[E, 2 I / 128, ceil(H / 128)]` and w2_scale `[E, ceil(H / 128), I / 128]` fp32 are to be multiplied with.
             Tokens keep their 16 bits, so that a1_scale and a2_scale are None.
+        unused: what older releases pass, and changes nothing (`UnusedExperts`).
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    check_unused(unused, UnusedExperts)
     check_operand("hidden_states", hidden_states, {"tokens": None, "hidden": None})
     device, size = hidden_states.device, {"tokens": hidden_states.shape[0], "choices": None}
     check_operand("topk_weights", topk_weights, size, ACTIVATIONS, device, "hidden_states")

@@ -10,7 +10,7 @@ import torch
 from kernels.compat.test_compat_conv1d import DIM, NUM_LINES
 from rigs.kernels.draws import ints, normal
 
-from deltaline_kernels.compat import causal_conv1d_fn, causal_conv1d_update
+from deltaline_kernels.compat import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 
 
 def good_prefill() -> dict[str, Any]:
@@ -47,7 +47,11 @@ def blocks(table: list[list[int]], read: list[int]) -> dict[str, Any]:
     return {"conv_state_indices": torch.tensor(table), **written}
 
 
-FN, UPDATE = causal_conv1d_fn, causal_conv1d_update
+def good_packed() -> dict[str, Any]:
+    return {"x": normal(5, DIM), "cu_seqlens": ints(0, 3, 5), "state_len": 4}
+
+
+FN, UPDATE, STATES = causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 BATCH: Any = "a call of causal_conv1d_fn with a batch"
 WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (FN, TypeError, "x: expected a tensor, got list", {"x": [1.0]}),
@@ -100,7 +104,8 @@ WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (FN, TypeError, "return_final_states: expected True or False, got Tensor", {"return_final_states": ints(1)}),
     (FN, TypeError, "seq_lens: expected no argument of this name", {"seq_lens": [3, 2]}),
     (FN, ValueError, "num_computed_tokens: expected None, the only", {"num_computed_tokens": ints(3, 2)}),
-    (UPDATE, ValueError, "num_accept_tokens: expected None, the only", {"num_accept_tokens": ints(1, 1)}),
+    (UPDATE, ValueError, "num_accept_tokens: expected None beside num_acc", {"num_accept_tokens": ints(1, 1)}),
+    (UPDATE, ValueError, "intermediate_conv_window: expected None", {"intermediate_conv_window": normal(2, 3)}),
     (UPDATE, ValueError, "retrieve_next_token: expected None, the only", {"retrieve_next_token": ints(1, 1)}),
     (FN, ValueError, "activation: expected", {"activation": "relu"}),
     (FN, ValueError, "activation: expected .* got Tensor", {"activation": torch.tensor([True, False])}),
@@ -136,6 +141,11 @@ WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (UPDATE, TypeError, "max_query_len: expected an integer, got None", {"max_query_len": None}),
     (FN, ValueError, "query_start_loc: expected offsets", {"query_start_loc": ints(0, 3, 9), "validate_data": False}),
     (UPDATE, ValueError, "out: expected shape", {"out": normal(2, DIM)}),
+    (STATES, ValueError, "x: expected shape .tokens, dim.", {"x": normal(2, DIM, 3)}),
+    (STATES, TypeError, "cu_seqlens: expected torch.int32", {"cu_seqlens": normal(3)}),
+    (STATES, ValueError, "cu_seqlens: expected at least 1", {"cu_seqlens": ints()}),
+    (STATES, ValueError, "cu_seqlens: expected offsets that rise", {"cu_seqlens": ints(0, 3, 6)}),
+    (STATES, ValueError, "state_len: expected", {"state_len": 0}),
 ]
 
 
@@ -143,7 +153,7 @@ WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
 def test_the_wrong_argument_is_named(
     function: Any, error: type[Exception], message: str, change: dict[str, Any]
 ) -> None:
-    good = {FN: good_prefill, UPDATE: good_update, BATCH: good_batch}[function]()
+    good = {FN: good_prefill, UPDATE: good_update, BATCH: good_batch, STATES: good_packed}[function]()
     run: Callable[..., Any] = FN if function is BATCH else function
     run(**good)
     with pytest.raises(error, match="^" + message):
@@ -154,12 +164,26 @@ def test_arguments_that_change_nothing_are_accepted() -> None:
     """Those of SGLang's calls, and of the calls of vLLM's older releases; compiled, too."""
     of_prefill: dict[str, Any] = {"seq_lens_cpu": [3, 2], "block_table": None, "block_size_to_align": 0}
     of_prefill |= dict.fromkeys(("block_idx_first_scheduled_token", "num_computed_tokens", "initial_state_idx"))
-    of_update = dict.fromkeys(("num_accept_tokens", "intermediate_conv_window", "retrieve_parent_token"))
+    of_update: dict[str, Any] = dict.fromkeys(
+        ("num_accept_tokens", "intermediate_conv_window", "retrieve_parent_token")
+    )
+    of_update["intermediate_state_indices"] = ints(0, 1)
     for function, good, unused in ((FN, good_prefill, of_prefill), (UPDATE, good_update, of_update)):
         told = good() | {"validate_data": False}
         want = function(**{name: told[name].clone() if name.startswith("conv_state") else told[name] for name in told})
         got = torch.compile(function, fullgraph=True, backend="eager")(**told, **unused)
         assert torch.equal(got, want)
+
+
+def test_accepted_tokens_have_another_name(device: str) -> None:
+    """SGLang's; compiled, too."""
+    good = good_update().items()
+    told: dict[str, Any] = {name: part.to(device) if isinstance(part, torch.Tensor) else part for name, part in good}
+    other = told | {"num_accepted_tokens": None, "num_accept_tokens": told["num_accepted_tokens"]}
+    for run in (UPDATE, torch.compile(UPDATE, fullgraph=True, backend="eager")):
+        states = [told["conv_state"].clone() for _ in range(2)]
+        got, want = run(**(other | {"conv_state": states[0]})), UPDATE(**(told | {"conv_state": states[1]}))
+        assert torch.equal(got, want) and torch.equal(*states)
 
 
 def test_what_is_said_of_skipped_rows_is_not_checked() -> None:

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from functools import wraps
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,7 @@ from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
 from torch import Tensor
 
-from deltaline_kernels.compat import causal_conv1d_fn, causal_conv1d_update
+from deltaline_kernels.compat import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 
 DIM = 24
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
@@ -177,6 +178,27 @@ def test_no_line_changes_where_all_rows_of_circles_are_skipped(path: Path, pad: 
     counts = torch.tensor([1, 2], device=path.device)
     y = causal_conv1d_update(x, kept, weight, conv_state_indices=nowhere, cache_seqlens=counts, pad_slot_id=pad)
     assert not y.any() and torch.equal(kept, state)
+
+
+@pytest.mark.parametrize("is_wide", [False, True], ids=["int32", "int64"])
+@pytest.mark.parametrize("starts", [[0, 1, 10, 13], [2, 7], [0, 2, 2, 9], [0, 0], [0], [13, 13]], ids=str)
+def test_states_of_packed_sequences_are_their_last_tokens(path: Path, starts: list[int], is_wide: bool) -> None:
+    state_len, x = 4, normal(13, DIM).to(path.dtype)
+    want = torch.zeros(len(starts) - 1, DIM, state_len, dtype=path.dtype)
+    for row, (begin, end) in enumerate(pairwise(starts)):
+        last = x[max(begin, end - state_len) : end]
+        want[row, :, state_len - len(last) :] = last.t()
+    dtype = torch.int64 if is_wide else torch.int32
+    offsets = torch.tensor(starts, dtype=dtype, device=path.device)
+    for given in (x, x.t().contiguous().t()):
+        got = causal_conv1d_varlen_states(given.to(path.device), offsets, state_len)
+        assert got.dtype == path.dtype and torch.equal(got.cpu(), want)
+
+
+def test_states_of_no_tokens_are_zero(path: Path) -> None:
+    starts = torch.zeros(3, dtype=torch.int32, device=path.device)
+    got = causal_conv1d_varlen_states(torch.empty(0, DIM, dtype=path.dtype, device=path.device), starts, 3)
+    assert got.shape == (2, DIM, 3) and not got.any()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -269,11 +269,13 @@ def test_states_are_not_updated_on_request(path: Path, slots: list[int] | None) 
 
 
 def test_engines_names_are_taken(path: Path) -> None:
-    """vLLM's name of the slot of padding, and what vLLM and SGLang pass that changes nothing; compiled, too."""
+    """vLLM's name of the slot of padding, and what engines pass that changes nothing; compiled, too."""
     case = replace(CASES["padding"], slots=[0, 4, 0, 0, 2])
     _, told = make_call(replace(case, pad=0), path)
     unused: dict[str, Any] = {"is_blackwell": False, "enable_stochastic_rounding": False, "cache_philox_rounds": 0}
     unused |= {"disable_state_update": False, "cache_steps": None, "retrieve_parent_token": None}
+    unused |= {"algorithm": "simple", "backend": "auto", "philox_rounds": 10}
+    unused |= dict.fromkeys(("state_scale", "intermediate_state_scales", "rand_seed"))
     pool, other = (make_states(case, [4, 2]).to(path.device) for _ in range(2))
     want = selective_state_update(pool, **told)
     update = torch.compile(selective_state_update, fullgraph=True, backend="eager")
@@ -318,6 +320,8 @@ def test_arguments_are_named_when_they_are_wrong() -> None:
         (TypeError, "null_block_id", {"null_block_id": torch.zeros(1, dtype=torch.int32)}),
         (TypeError, "dt_softplus", {"dt_softplus": good["x"]}),
         (ValueError, "enable_stochastic_rounding", {"enable_stochastic_rounding": True}),
+        (ValueError, "state_scale", {"state_scale": torch.ones(NUM_SLOTS, H, P)}),
+        (ValueError, "rand_seed", {"rand_seed": torch.ones(1, dtype=torch.int64)}),
         (ValueError, "intermediate_states_buffer", {"intermediate_states_buffer": good["state"]}),
         (TypeError, "is_kimi", {"is_kimi": False}),
         (ValueError, "retrieve_parent_token", {"retrieve_parent_token": torch.zeros(4, 1)}),

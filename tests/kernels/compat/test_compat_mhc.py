@@ -1,16 +1,19 @@
-"""FlagGems' functions of hyper-connections, and the defects of its own that ours don't have."""
+"""Hyper-connections as FlagGems, vLLM and SGLang call them, and defects of theirs that ours don't have."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from rigs.kernels.mhc_batches import Streams, check_post, check_pre, make_streams
+from rigs.kernels.mhc_batches import Streams, check_post, check_post_pre, check_pre, make_streams
 from rigs.kernels.paths import Path
+from rigs.kernels.tolerance import assert_close
 from torch import Tensor
 
-from deltaline_kernels.compat import mhc_post, mhc_pre
+from deltaline_kernels import mhc_pre_reference
+from deltaline_kernels.compat import mhc_fused_post_pre, mhc_post, mhc_pre
 
 MANY = 2**31
 
@@ -19,9 +22,9 @@ def post_of(given: Streams, residual: Tensor) -> Tensor:
     return mhc_post(given.x, residual, given.post[:, :, None], given.comb)
 
 
-def pre_of(given: Streams, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pre_of(given: Streams, residual: Tensor, *last: Any, **told: Any) -> tuple[Tensor, Tensor, Tensor]:
     gates = given.gates
-    return mhc_pre(residual, gates.weight, gates.scale, gates.base, 1e-6, 1e-6, 1e-6, 2.0, 20)
+    return mhc_pre(residual, gates.weight, gates.scale, gates.base, 1e-6, 1e-6, 1e-6, 2.0, 20, *last, **told)
 
 
 @pytest.mark.parametrize("streams", [1, 2, 4, 8])
@@ -49,6 +52,69 @@ def test_no_tokens(path: Path) -> None:
     given = make_streams(0, 4, 72, path)
     assert post_of(given, given.residual).shape == (0, 4, 72)
     assert [t.shape for t in pre_of(given, given.residual)] == [(0, 4, 1), (0, 4, 4), (0, 72)]
+
+
+def fused_of(given: Streams, *last: Any, **told: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gates, mixed = given.gates, (given.x, given.residual, given.post[..., None], given.comb)
+    return mhc_fused_post_pre(*mixed, gates.weight, gates.scale, gates.base, 1e-6, 1e-6, 1e-6, 2.0, 20, *last, **told)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_input_is_normalised(path: Path, dtype: torch.dtype) -> None:
+    """By vLLM's places, and by SGLang's names; weights of 16 bits are widened."""
+    given = make_streams(7, 4, 72, path)
+    norm = given.norm.to(dtype)
+    by_place = pre_of(given, given.residual, 1, norm, 1e-6)
+    by_name = pre_of(given, given.residual, norm_weight=norm, norm_eps=1e-6)
+    without = pre_of(given, given.residual, norm_weight=None, norm_eps=None)
+    for (post, comb, y), weight in ((by_place, norm.float()), (by_name, norm.float()), (without, None)):
+        check_pre((y, post[..., 0], comb), given, weight)
+
+
+def test_what_is_added_to_the_mean_square_is_told(path: Path) -> None:
+    given = make_streams(7, 4, 72, path)
+    _, _, y = pre_of(given, given.residual, norm_weight=given.norm, norm_eps=0.5)
+    exact = given.exact().residual
+    want = mhc_pre_reference(exact, given.gates, norm_weight=given.norm, norm_eps=0.5)
+    assert_close("y", y, want[0], path.dtype)
+
+
+@pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 17])
+def test_the_fused_call_is_both(path: Path, num_tokens: int, has_norm: bool) -> None:
+    given = make_streams(num_tokens, 4, 72, path)
+    norm, eps = (given.norm.bfloat16(), 1e-6) if has_norm else (None, None)
+    for got in (fused_of(given, norm_weight=norm, norm_eps=eps), fused_of(given, 1, 1, norm, eps)):
+        residual, post, comb, y = got
+        assert post.shape == (num_tokens, 4, 1)
+        check_post_pre((residual, y, post[..., 0], comb), given, None if norm is None else norm.float())
+        assert torch.equal(residual, post_of(given, given.residual))
+
+
+def test_the_fused_call_takes_two_dimensions_of_tokens(path: Path) -> None:
+    given = make_streams(6, 4, 72, path)
+    parts = given.x, given.residual, given.post, given.comb
+    x, residual, post, comb = (part.unflatten(0, (2, 3)) for part in parts)
+    got = fused_of(replace(given, x=x, residual=residual, post=post, comb=comb))
+    assert [t.shape for t in got] == [(2, 3, 4, 72), (2, 3, 4, 1), (2, 3, 4, 4), (2, 3, 72)]
+    residual, post, comb, y = (part.flatten(0, 1) for part in got)
+    check_post_pre((residual, y, post[..., 0], comb), given)
+
+
+def test_a_wrong_norm_is_named(path: Path) -> None:
+    given = make_streams(5, 4, 72, path)
+    wrong: list[tuple[type[Exception], str, Any, Any]] = [
+        (ValueError, r"norm_weight: expected shape \(72,\), got \(71,\)", given.norm[1:], 1e-6),
+        (TypeError, "norm_weight: expected torch.float32", given.norm.double(), 1e-6),
+        (TypeError, "norm_weight: expected a tensor, got float", 1e-6, 1e-6),
+        (TypeError, "norm_eps: expected a number, got NoneType", given.norm, None),
+        (ValueError, "norm_eps: expected at least 0, got -1.0", given.norm, -1.0),
+    ]
+    for error, message, norm, eps in wrong:
+        with pytest.raises(error, match=f"^{message}"):
+            fused_of(given, norm_weight=norm, norm_eps=eps)
+    with pytest.raises(ValueError, match=r"^tile_n: expected"):
+        fused_of(given, tile_n=0)
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0)], ids=str)

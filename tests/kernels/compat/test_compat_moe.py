@@ -66,6 +66,18 @@ def test_weights_may_be_padded(path: Path) -> None:
     assert same_bits(call(replace(batch, gate_up=gate_up, down=down)), run_experts(**vars(batch)))
 
 
+def test_neutral_arguments_of_older_releases_are_taken(path: Path) -> None:
+    """By name; compiled, too."""
+    batch = make_batch(path, 9, 2, 5)
+    flags = "use_fp8_w8a8 use_int8_w8a8 use_int8_w8a16 use_int4_w4a16 use_mxfp4_w4a4 per_channel_quant"
+    nothing = "ocp_mx_scheme w1_scale w2_scale w1_zp w2_zp w1_bias w2_bias a1_scale a2_scale block_shape clamp_limit"
+    told: dict[str, Any] = dict.fromkeys(flags.split(), False) | dict.fromkeys(nothing.split())
+    told |= {"allow_deep_gemm": True, "allow_cutlass_block_scaled_grouped_gemm": False}
+    want = run_experts(**vars(batch))
+    assert same_bits(call(batch, **told), want)
+    assert same_bits(torch.compile(call, fullgraph=True, backend="eager")(batch, **told), want)
+
+
 def test_in_place_it_overwrites_the_tokens(path: Path) -> None:
     batch = make_batch(path, 9, 2, 5)
     want = call(batch)
@@ -106,6 +118,10 @@ def test_wide_numbers_that_are_no_expert_stay_none(path: Path) -> None:
         ({"quant_config": config(torch.float8_e4m3fn)}, "block_shape: expected [128, 128], got None"),
         ({"quant_config": config(), "use_fp8_w8a8": True}, "use_fp8_w8a8: expected False beside quant_config"),
         ({"a1_scale": torch.ones(1)}, "a1_scale: expected None, as tokens are not quantised"),
+        ({"use_int8_w8a16": True}, "use_int8_w8a16: expected False, the only meaning that is offered"),
+        ({"per_channel_quant": True}, "per_channel_quant: expected False, the only meaning"),
+        ({"w1_zp": torch.ones(1)}, "w1_zp: expected None, the only meaning that is offered"),
+        ({"clamp_limit": 7.0}, "clamp_limit: expected None, the only meaning that is offered, got 7.0"),
         ({"expert_map": torch.zeros(0, dtype=torch.int32)}, "expert_map: expected at least 1 expert, got none"),
         ({"ids": torch.zeros(3, 1, dtype=torch.int32)}, "topk_ids: expected shape"),
     ],
@@ -113,6 +129,11 @@ def test_wide_numbers_that_are_no_expert_stay_none(path: Path) -> None:
 def test_other_meanings_are_refused(told: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         call(make_batch(Path("cpu", torch.float32), 3, 2, 4), **told)
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"^use_fp8_w8a16: expected no argument of this name"):
+        call(make_batch(Path("cpu", torch.float32), 3, 2, 4), use_fp8_w8a16=False)
 
 
 def test_a_config_that_is_none_is_refused() -> None:

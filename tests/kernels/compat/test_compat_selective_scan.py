@@ -139,6 +139,17 @@ def test_varlen_scan_matches_the_plain_one(path: Path, by_place: bool) -> None:
     assert_close("states", own, want_pool[:, 0], torch.float16)
 
 
+def test_varlen_scan_skips_the_rows_of_a_null_block(path: Path) -> None:
+    """vLLM pads with block 0, which is one like others unless it is named."""
+    told = {name: x[0] if name in ("u", "delta", "B", "C", "z") else x for name, x in batch_of(path, 7, 1).items()}
+    told |= {"query_start_loc": ints(0, 3, 5, 7).to(path.device)}
+    pools = [normal(3, 4, 8, seed=9).to(path.device) for _ in range(2)]
+    slots = [ints(2, none, none).to(path.device) for none in (0, -1)]
+    got = selective_scan_varlen(ssm_states=pools[0], cache_indices=slots[0], null_block_id=0, **told)
+    want = selective_scan_varlen(ssm_states=pools[1], cache_indices=slots[1], **told)
+    assert torch.equal(got, want) and torch.equal(*pools) and got[:, :3].any() and not got[:, 3:].any()
+
+
 def test_varlen_scan_of_a_batch_is_that_of_its_rows(path: Path) -> None:
     told = batch_of(path, 7, 1)
     pool = torch.full((3, 4, 8), torch.nan, device=path.device)

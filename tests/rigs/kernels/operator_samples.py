@@ -167,6 +167,11 @@ def streams_compat(path: Path) -> Given:
     return {"residual": given.residual} | parameters | numbers | {"sinkhorn_repeat": 3}
 
 
+def streams_mixed(path: Path) -> Given:
+    mixing = {"post_layer_mix": normal(3, 4).to(path.device), "comb_res_mix": normal(3, 4, 4).to(path.device)}
+    return streams(path, "x residual", **mixing)
+
+
 def lora(path: Path) -> Given:
     batch = lora_batches.make_batch(path, [1, -1, 0], [[4], [2]], factors=True)
     tiles = group_tokens(batch.token_slots, 2)
@@ -280,6 +285,9 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: conv_rows(path, 2, DIM, 2),
         lambda path: conv_rows(path, 2, DIM, out=draw(path, 2, DIM)),
     ],
+    "causal_conv1d_varlen_states": [
+        lambda path: {"x": draw(path, 5, DIM), "cu_seqlens": ints(path, 0, 1, 5), "state_len": 3},
+    ],
     "chunk_gated_delta_rule": [
         lambda path: good_chunk(path, ROWS) | {"output_final_state": True},
         lambda path: without(good_chunk(path, ROWS), "initial_state", use_cache=True),
@@ -295,15 +303,11 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         ),
         lambda path: kda_call(path, return_intermediate_states=True, output_final_state=True, cu_seqlens=None),
     ],
-    "compat_mhc_post": [
-        lambda path: streams(
-            path,
-            "x residual",
-            post_layer_mix=normal(3, 4).to(path.device),
-            comb_res_mix=normal(3, 4, 4).to(path.device),
-        )
+    "compat_mhc_post": [streams_mixed],
+    "compat_mhc_pre": [
+        streams_compat,
+        lambda path: streams_compat(path) | {"norm_weight": draw(path, 16), "norm_eps": 1e-6},
     ],
-    "compat_mhc_pre": [streams_compat],
     "flash_kda_fwd": [kda_flash],
     "flex_decode": [attention, lambda path: attention(path, return_lse=True, scale=0.1), latents],
     "flex_decoding": [dense, lambda path: dense(path, mask_mod="causal", return_lse=True)],
@@ -341,6 +345,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: scans.make_call(scans.Scan((5, 3)), path),
         lambda path: scans.make_call(scans.Scan((5, 3), pool=True), path),
     ],
+    "mhc_fused_post_pre": [lambda path: streams_mixed(path) | streams_compat(path)],
     "mhc_head": [streams_head],
     "mhc_post": [lambda path: streams(path, "x residual post comb")],
     "mhc_post_pre": [lambda path: streams(path, "x residual post comb gates")],

@@ -1,5 +1,7 @@
 """Causal depthwise convolution as inference engines call it: `causal_conv1d_fn` and `causal_conv1d_update`.
 
+`causal_conv1d_varlen_states` has the states of sequences alone.
+
 Names, arguments and state layout are those of vLLM: channels first, states that are lines of a pool picked by index
 tensors, a history that begins at column 0. Products and sums are fp32. Nothing waits for a GPU unless told to check the
 contents.
@@ -201,6 +203,7 @@ def causal_conv1d_update(
     out: Tensor | None = None,
     null_block_id: int | None = None,
     cache_seqlens: Tensor | None = None,
+    num_accept_tokens: Tensor | None = None,
     **unused: Unpack[UnusedConvSteps],
 ) -> Tensor:
     """Convolve the next tokens of each sequence and slide its line; nothing but `conv_state` and `out` is written.
@@ -223,6 +226,7 @@ def causal_conv1d_update(
             negative line or `pad_slot_id`, or with a block that the table does not have, is skipped: its outputs are
             zero, no line is touched. With query_start_loc there are as many rows as entries.
         num_accepted_tokens: `(batch,)`, accepted tokens of the previous call, its first included; 0 counts as 1.
+            num_accept_tokens: SGLang's name of the same.
         query_start_loc: `(batch+1,)`. It and num_accepted_tokens may have more entries, which are not read.
         max_query_len: upper bound of the length of a row, -1 if not known: slower above 8 tokens. CUDA skips a
             speculative row that its line can't keep. It writes no more than its own line for a row above the bound,
@@ -241,6 +245,10 @@ def causal_conv1d_update(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     check_unused(unused, UnusedConvSteps)
+    if num_accept_tokens is not None:
+        if num_accepted_tokens is not None:
+            raise ValueError("num_accept_tokens: expected None beside num_accepted_tokens, got a tensor")
+        num_accepted_tokens = num_accept_tokens
     silu = parse_activation(activation)
     skip = parse_pad(pad_slot_id, null_block_id)
     check_integer("max_query_len", max_query_len)
