@@ -117,7 +117,9 @@ async def test_two_servers_with_half_of_the_layers_each_generate_the_same(
 
 
 @pytest.mark.parametrize("checkpoint", PLAIN, indirect=True)
-@pytest.mark.parametrize("layers", [["0:4"], ["0:2", "2:4"]], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "layers", [pytest.param(["0:4"], id="one", marks=pytest.mark.sweep), pytest.param(["0:2", "2:4"], id="two")]
+)
 async def test_transformers_own_generate_does_the_same_over_servers(
     make_server: Callable[..., Server], checkpoint: Path, prompts: Any, expected: Any, layers: list[str]
 ) -> None:
