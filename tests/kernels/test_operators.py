@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from rigs.kernels.compiled import compile_launches, on_meta
-from rigs.kernels.operator_samples import SAMPLES, Given, attention, conv1d, kda_call
+from rigs.kernels.delta_samples import kda_call
+from rigs.kernels.operator_samples import SAMPLES, Given, attention, conv1d
 from rigs.kernels.paths import Path
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
