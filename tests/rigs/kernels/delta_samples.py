@@ -12,8 +12,8 @@ Given = dict[str, Any]
 ROWS = Case([2, 1], [4, 1])
 
 
-def chunk_pool(path: Path) -> Given:
-    return good_chunk(path, Case([3] * 2, dense=True)) | {"initial_state_indices": ints(1, -1).to(path.device)}
+def chunk_pool(path: Path, *, dense: bool = True) -> Given:
+    return good_chunk(path, Case([3] * 2, dense=dense)) | {"initial_state_indices": ints(1, -1).to(path.device)}
 
 
 def vllm_update(path: Path) -> Given:
