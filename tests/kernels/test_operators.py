@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from rigs.kernels.compiled import compile_launches, on_meta
-from rigs.kernels.operator_samples import SAMPLES, Given, attention, conv1d, kda_call
+from rigs.kernels.delta_samples import chunk_kda_pool, chunk_pool, kda_call
+from rigs.kernels.operator_samples import SAMPLES, Given, attention, conv1d
 from rigs.kernels.paths import Path
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
@@ -166,12 +167,25 @@ def test_objects_that_no_operator_takes_break_the_graph(path: Path) -> None:
         torch.compile(flex_decode, fullgraph=True, backend="eager")(**given)
 
 
-def test_a_size_that_contents_tell_is_a_symbol_of_the_graph(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("function", "sample"),
+    [
+        (compat.chunk_kda, partial(kda_call, return_intermediate_states=True)),
+        (compat.chunk_kda, partial(chunk_kda_pool, output_intermediate_states=True)),
+        (compat.chunk_gated_delta_rule, partial(chunk_pool, dense=False)),
+    ],
+    ids=["kda", "kda-pool", "gated-pool"],
+)
+def test_a_size_that_contents_tell_is_a_symbol_of_the_graph(
+    path: Path, function: Callable[..., Any], sample: Callable[[Path], Given]
+) -> None:
     """Of the states before chunks, as many as the offsets make."""
-    given = kda_call(path, return_intermediate_states=True)
-    compiled = torch.compile(compat.chunk_kda, fullgraph=True, backend="aot_eager")
-    for x, y in zip(compiled(**given), compat.chunk_kda(**given), strict=True):
+    given, other = sample(path), sample(path)
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for x, y in zip(compiled(**given), function(**other), strict=True):
         assert x is y is None or torch.equal(x, y)
+    assert all(torch.equal(x, y) for (_, x), (_, y) in zip(leaves(given), leaves(other), strict=True))
 
 
 def test_sizes_of_a_batch_may_vary_in_one_graph(path: Path) -> None:

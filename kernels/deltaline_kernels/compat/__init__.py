@@ -12,7 +12,9 @@ from deltaline_kernels.compat.delta_rule import (
     flash_kda_fwd,
     fused_kda_gate,
     fused_recurrent_gated_delta_rule,
+    fused_recurrent_gated_delta_rule_packed_decode,
     fused_recurrent_kda,
+    fused_recurrent_kda_packed_decode,
     fused_sigmoid_gating_delta_rule_update,
 )
 from deltaline_kernels.compat.flex import flex_decoding
@@ -33,7 +35,9 @@ __all__ = [
     "fused_experts",
     "fused_kda_gate",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule_packed_decode",
     "fused_recurrent_kda",
+    "fused_recurrent_kda_packed_decode",
     "fused_sigmoid_gating_delta_rule_update",
     "lora_expand",
     "lora_shrink",

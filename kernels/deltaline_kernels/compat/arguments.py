@@ -20,7 +20,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 class Unused(TypedDict, total=False):
-    """Arguments by name that vLLM, fla, FlashQLA and transformers pass to a delta rule; they change nothing.
+    """Arguments by name that vLLM, SGLang, fla, FlashQLA and transformers pass to a delta rule; they change nothing.
 
     Those whose annotation is in NEUTRAL change nothing if they have the value there, or None.
     """
@@ -48,7 +48,6 @@ class Unused(TypedDict, total=False):
     gk: None
     gv: None
     cp_context: None
-    core_attn_out: None
 
 
 class UnusedRows(Unused, total=False):
@@ -62,6 +61,9 @@ class UnusedKda(Unused, total=False):
 
     use_graph: bool
     max_num_seqs: int | None
+    # Other meanings of the arguments.
+    track_state: None
+    track_chunk_idx: None
 
 
 class UnusedSteps(TypedDict, total=False):

@@ -26,34 +26,39 @@ def check_counts(name: str, tensor: Tensor, num_rows: int, device: torch.device,
         raise ValueError(f"{name}: expected at least {num_rows} rows, got {tensor.shape[0]}")
 
 
+def narrow(x: Tensor | None) -> Tensor | None:
+    """Return a tensor of fp64 in fp32, all else as it is."""
+    return x.float() if isinstance(x, Tensor) and x.dtype == torch.float64 else x
+
+
 def pack_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
     gates: Mapping[str, Tensor | None],
     scale: float | None,
     *,
     normalize: bool,
     flat_gates: bool = False,
-    optional: str | None = None,
+    optional: Mapping[str, float] | None = None,
     keyed: bool = False,
 ) -> DeltaInputs:
     """Check and pack q, k `[batch, tokens, H, K]`, v `[batch, tokens, HV, V]` and the two gates `[batch, tokens, HV]`,
     of which the first is `[batch, tokens, HV, K]` if `keyed`.
 
     Each is used where it is if its heads are packed and its tokens are one distance apart, else copied. If q has more
-    heads than k and v, theirs are repeated. q, k and v of several dtypes become fp32. The gate named `optional` is 1
-    where it is None. `flat_gates` accepts gates `[batch * tokens, HV]` too, and the first of them `[.., HV * K]`. The
+    heads than k and v, theirs are repeated. q, k and v of several dtypes become fp32. A gate that is None has its value
+    in `optional`. `flat_gates` accepts gates `[batch * tokens, HV]` too, and the first of them `[.., HV * K]`. The
     result takes the gates as they come.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     check_flag("use_qk_l2norm_in_kernel", normalize)
-    check_operand("q", q, {"batch": None, "tokens": None, "H": None, "K": None})
+    q = check_operand("q", q, {"batch": None, "tokens": None, "H": None, "K": None})
     device, (batch, length, num_query_heads, key_dim) = q.device, q.shape
     tokens = {"batch": batch, "tokens": length}
-    check_beside("v", v, {**tokens, "HV": None, "V": None}, ACTIVATIONS, device)
+    v = check_beside("v", v, {**tokens, "HV": None, "V": None}, ACTIVATIONS, device)
     num_value_heads, value_dim = v.shape[2:]
     for name, count in (("q", num_query_heads), ("v", num_value_heads)):
         if count < 1:
@@ -65,7 +70,7 @@ def pack_delta(
         raise ValueError(
             f"v: expected a multiple or a divisor of the {num_query_heads} heads of q, got {num_value_heads} heads"
         )
-    check_beside("k", k, {**tokens, "H": num_key_heads, "K": key_dim}, ACTIVATIONS, device)
+    k = check_beside("k", k, {**tokens, "H": num_key_heads, "K": key_dim}, ACTIVATIONS, device)
     if num_query_heads > num_key_heads:
         k, v = (x.repeat_interleave(num_query_heads // num_key_heads, dim=2) for x in (k, v))
         num_key_heads = num_value_heads = num_query_heads
@@ -79,9 +84,11 @@ def pack_delta(
     packed = []
     for name, gate in gates.items():
         if gate is None:
-            if name != optional:
+            if optional is None or name not in optional:
                 raise TypeError(f"{name}: expected a tensor, got NoneType")
-            packed.append(torch.ones((batch * length, num_value_heads), dtype=torch.float32, device=device))
+            packed.append(
+                torch.full((batch * length, num_value_heads), optional[name], dtype=torch.float32, device=device)
+            )
             continue
         channels = key_dim if keyed and not packed else 0
         shape = _gate_shape(gate, tokens, num_value_heads, channels, flat=flat_gates)

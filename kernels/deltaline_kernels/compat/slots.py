@@ -93,9 +93,17 @@ def check_slots(rows: EngineRows, given: Slots, num_tokens: int) -> Slots:
 
 
 def advance_slots(
-    run: Operation[AnyInputs], inputs: AnyInputs, rows: EngineRows, given: Slots, o: Tensor | None = None
+    run: Operation[AnyInputs],
+    inputs: AnyInputs,
+    rows: EngineRows,
+    given: Slots,
+    o: Tensor | None = None,
+    *,
+    chunked: bool = False,
 ) -> Tensor:
     """Check `given` and run the rows; return o `[T, HV, V]`, zero for skipped rows, unspecified for tokens of no row.
+
+    `chunked`, without tables alone, and o: as for `advance`.
 
     Does not wait for a GPU. Of tables the state is kept in fp32 from token to token. A row of more tokens than there
     are columns is skipped. One without tokens leaves its state where it goes, if that is elsewhere.
@@ -107,7 +115,7 @@ def advance_slots(
     targets = found.slots if found.final_slots is None else found.final_slots
     rows = replace(rows, read_line=found.slots, num_accepted=found.accepted, pad=found.pad, moves=found.moves)
     rows = replace(rows, token_lines=targets) if found.is_table else replace(rows, write_line=targets)
-    return advance(run, inputs, found.pool, rows, written=found.written, keep=found.keep, o=o)
+    return advance(run, inputs, found.pool, rows, written=found.written, keep=found.keep, chunked=chunked, o=o)
 
 
 def _check_rows(name: str, tensor: Tensor, num_rows: int, device: torch.device, ndim: int) -> None:

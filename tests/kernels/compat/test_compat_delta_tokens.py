@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from deltaline_kernels.compat import (
     chunk_gated_delta_rule,
+    chunk_kda,
     fused_recurrent_gated_delta_rule,
+    fused_recurrent_kda,
     fused_sigmoid_gating_delta_rule_update,
 )
 from deltaline_kernels.compat.delta_rule import sequences
@@ -155,3 +158,101 @@ def test_gates_may_come_as_a_projection_leaves_them(path: Path, gated: bool, str
         o, final = function(**told | flags, output_final_state=True, state_v_first=False)
         assert_close("o", o[0], want, path.dtype)
         assert_close("final", final.transpose(2, 3), after, path.dtype)
+
+
+DOUBLES = {"gated": (ROW, (2,)), "kda": (fused_recurrent_kda, (2, 16))}
+
+
+@pytest.mark.parametrize("name", DOUBLES)
+@pytest.mark.parametrize("gated", [False, True], ids=["decays", "gate"])
+def test_fp64_is_taken_and_computed_in_fp32(path: Path, name: str, gated: bool) -> None:
+    """As fla's own tests call it for a truth to compare with: o as v, the final state fp32."""
+    function, decays = DOUBLES[name]
+    call = make_call(Case([40], dense=True, packed=False), path)
+    told = call.arguments(g=-torch.rand(40, *decays, generator=torch.Generator().manual_seed(3)), beta=call.tokens.beta)
+    told |= {"initial_state": make_states(call.case, [0])[:1].transpose(2, 3).contiguous().to(path.device)}
+    told |= {"output_final_state": True, "state_v_first": False}
+    if gated:
+        rates, biases = torch.full((2,), -1.0), torch.full((math.prod(decays),), 0.5)
+        told |= {"use_gate_in_kernel": True, "A_log": rates.to(path.device), "dt_bias": biases.to(path.device)}
+    fp64 = {key: x.double() if isinstance(x, Tensor) else x for key, x in told.items()}
+    single = {key: x.float() if isinstance(x, Tensor) else x for key, x in told.items()}
+    (o, final), (want, after) = function(**fp64), function(**single)
+    assert o.dtype == torch.float64 and final.dtype == torch.float32
+    assert torch.equal(o, want.double()) and torch.equal(final, after)
+
+
+def test_fp64_states_that_would_be_written_are_refused() -> None:
+    told = good_rows(Path("cpu", torch.float32), Case([3, 1], [4, 1]))
+    with pytest.raises(TypeError, match=r"^initial_state: expected torch.float32 or .*, got torch.float64"):
+        ROW(**(told | {"initial_state": told["initial_state"].double()}))
+
+
+@pytest.mark.parametrize("told", [{}, {"g": None}], ids=["left-out", "none"])
+def test_without_g_nothing_decays(path: Path, told: dict[str, None]) -> None:
+    """fla's default."""
+    case = Case([3, 20], heads=(2, 4, 16, 8))
+    call, before = make_call(case, path), make_states(case, range(2))[:2]
+    tokens = replace(call.tokens, g=torch.zeros_like(call.tokens.g))
+    want, after = field_rows(tokens, case.starts, before)
+    given = call.arguments(beta=tokens.beta) | told
+    o, final = ROW(**given, initial_state=before.to(path.device), output_final_state=True)
+    assert_close("o", o[0], want, path.dtype)
+    assert_close("final", final, after, torch.float32)
+    with pytest.raises(TypeError, match=r"^g: expected a tensor, as use_gate_in_kernel is True, got NoneType"):
+        ROW(**given, use_gate_in_kernel=True, A_log=torch.zeros(4))
+
+
+@pytest.mark.parametrize("ndim", [3, 4])
+def test_outputs_may_go_to_a_buffer(path: Path, ndim: int) -> None:
+    """As vLLM has it."""
+    told = good_chunk(path, Case([3, 66])) | {"output_final_state": True}
+    want, after = CHUNK(**told)
+    room = torch.full((80, 2, 8), torch.nan, dtype=path.dtype, device=path.device)
+    part = room[5:74] if ndim == 3 else room[None, 5:74]
+    o, final = CHUNK(**told, core_attn_out=part)
+    assert o.data_ptr() == part.data_ptr() and o.shape == want.shape
+    assert torch.equal(o, want) and torch.equal(final, after)
+    assert room[:5].isnan().all() and room[74:].isnan().all()
+
+
+def test_what_is_no_buffer_for_the_outputs_is_refused() -> None:
+    told = good_chunk(Path("cpu", torch.float32), Case([3, 1]))
+    for message, room in (
+        ("expected a tensor, got list", [1.0]),
+        ("expected shape .tokens=4, HV=2, V=8., got", torch.zeros(5, 2, 8)),
+        ("expected shape .batch=1, tokens=4, HV=2, V=8., got", torch.zeros(4, 1, 2, 8)),
+        ("expected torch.float32, got torch.float16", torch.zeros(4, 2, 8).half()),
+        ("expected a contiguous tensor", torch.zeros(4, 8, 2).transpose(1, 2)),
+    ):
+        with pytest.raises((TypeError, ValueError), match="^core_attn_out: " + message):
+            CHUNK(**told, core_attn_out=room)
+
+
+@pytest.mark.parametrize("function", [CHUNK, ROW, chunk_kda, fused_recurrent_kda], ids=lambda f: f.__name__)
+def test_parameters_of_a_gate_that_is_not_computed_are_refused(function: Any) -> None:
+    """Unless the flag says that it is not, as fla's tests do."""
+    told = good_chunk(Path("cpu", torch.float32), Case([3, 1]))
+    del told["initial_state"]
+    parameters: dict[str, Any] = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2)}
+    if function not in (CHUNK, ROW):
+        told["g"] = told["g"][..., None].expand(1, 4, 2, 16)
+        parameters |= {"dt_bias": torch.zeros(32), "lower_bound": -5.0}
+    want, _ = function(**told)
+    got, _ = function(**told, **parameters, use_gate_in_kernel=False)
+    assert torch.equal(got, want)
+    for name, value in parameters.items():
+        with pytest.raises(ValueError, match=f"^{name}: expected None, as use_gate_in_kernel is not given, got"):
+            function(**told, **{name: value})
+        if name != "lower_bound":
+            for flag in ({}, {"use_gate_in_kernel": False}, {"use_gate_in_kernel": True}):
+                with pytest.raises(TypeError, match=f"^{name}: expected a tensor, got 0.5"):
+                    function(**told, **(parameters | {name: 0.5}), **flag)
+
+
+def test_a_scale_in_the_place_of_the_rates_is_refused() -> None:
+    """vLLM and SGLang have it there."""
+    told = good_chunk(Path("cpu", torch.float32), Case([3, 1]))
+    given: list[Any] = [told["q"], told["k"], told["v"], told["g"][..., None].expand(1, 4, 2, 16), told["beta"], 0.5]
+    with pytest.raises(TypeError, match=r"^A_log: expected a tensor, got 0.5"):
+        fused_recurrent_kda(*given)

@@ -151,9 +151,9 @@ def test_gates_in_the_kernel_match_the_plain_ones(
     rates = torch.zeros(HV) if given == "no-rates" else rates
     biases = torch.zeros(HV * K) if given == "no-biases" else biases
     g, beta = plain_gates(raw, rates, biases, logits, lower_bound)
-    told = call.told | {"lower_bound": lower_bound}
+    told = dict(call.told)
     if given != "beta-alone":
-        told |= {"use_gate_in_kernel": True, "g": raw[None].to(path.device)}
+        told |= {"use_gate_in_kernel": True, "g": raw[None].to(path.device), "lower_bound": lower_bound}
         told["A_log"] = None if given == "no-rates" else rates.to(path.device)
         told["dt_bias"] = None if given == "no-biases" else biases.to(path.device)
     if given == "of-a-layer":  # as fla's and Kimi Linear's keep them

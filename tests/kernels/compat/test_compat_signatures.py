@@ -14,21 +14,27 @@ SIGNATURES = {
     compat.chunk_gated_delta_rule: "q k v g beta scale=None initial_state=None output_final_state=False "
     "cu_seqlens=None use_qk_l2norm_in_kernel=False",
     compat.chunk_kda: "q k v g beta scale=None initial_state=None output_final_state=False "
-    "use_qk_l2norm_in_kernel=False use_gate_in_kernel=False use_beta_sigmoid_in_kernel=False allow_neg_eigval=False "
+    "use_qk_l2norm_in_kernel=False use_gate_in_kernel=None use_beta_sigmoid_in_kernel=False allow_neg_eigval=False "
     "safe_gate=False lower_bound=None disable_recompute=False return_intermediate_states=False state_v_first=False "
     "cu_seqlens=None",
     compat.flash_kda_fwd: "q k v g beta scale out A_log dt_bias lower_bound initial_state=None final_state=None "
     "cu_seqlens=None",
     compat.fused_kda_gate: "g A_log=None dt_bias=None lower_bound=None output_dtype=torch.float32",
     compat.fused_recurrent_kda: "q k v g beta A_log=None dt_bias=None scale=None initial_state=None "
-    "output_final_state=False use_qk_l2norm_in_kernel=False use_gate_in_kernel=False use_beta_sigmoid_in_kernel=False "
+    "output_final_state=False use_qk_l2norm_in_kernel=False use_gate_in_kernel=None use_beta_sigmoid_in_kernel=False "
     "allow_neg_eigval=False lower_bound=None state_v_first=False cu_seqlens=None",
     compat.fused_experts: "hidden_states w1 w2 topk_weights topk_ids inplace=False activation=silu "
     "apply_router_weight_on_input=False global_num_experts=-1 expert_map=None quant_config=None",
-    compat.fused_recurrent_gated_delta_rule: "q k v g beta=None scale=None initial_state=None inplace_final_state=True "
-    "cu_seqlens=None ssm_state_indices=None num_accepted_tokens=None use_qk_l2norm_in_kernel=False",
-    compat.fused_sigmoid_gating_delta_rule_update: "A_log a dt_bias softplus_beta softplus_threshold q k v b "
-    "initial_state_source initial_state_indices scale=None use_qk_l2norm_in_kernel=False cu_seqlens=None",
+    compat.fused_recurrent_gated_delta_rule: "q k v g=None beta=None scale=None initial_state=None "
+    "inplace_final_state=True cu_seqlens=None ssm_state_indices=None num_accepted_tokens=None "
+    "use_qk_l2norm_in_kernel=False",
+    compat.fused_recurrent_gated_delta_rule_packed_decode: "mixed_qkv a b A_log dt_bias scale initial_state out "
+    "ssm_state_indices use_qk_l2norm_in_kernel=False",
+    compat.fused_recurrent_kda_packed_decode: "mixed_qkv a b A_log dt_bias scale initial_state out ssm_state_indices "
+    "use_qk_l2norm_in_kernel=False lower_bound=None",
+    compat.fused_sigmoid_gating_delta_rule_update: "A_log a dt_bias softplus_beta=1.0 "
+    "softplus_threshold=20.0 q=None k=None v=None b=None initial_state_source=None initial_state_indices=None "
+    "scale=None use_qk_l2norm_in_kernel=False cu_seqlens=None",
     compat.selective_scan_fn: "u delta A B C D=None z=None delta_bias=None delta_softplus=False "
     "return_last_state=False",
     compat.selective_scan_varlen: "u ssm_states delta A B C D=None z=None delta_bias=None delta_softplus=False "

@@ -167,7 +167,8 @@ def test_sigmoid_update_leaves_states_elsewhere(path: Path, name: str) -> None:
     def call(pool: Tensor, slots: Tensor, told: dict[str, Any]) -> Tensor:
         told = {"output_state_indices" if key == "targets" else key: x for key, x in told.items()}
         places: dict[str, Any] = {"initial_state_source": pool, "initial_state_indices": slots}
-        return fused_sigmoid_gating_delta_rule_update(**arguments, **places, **told)
+        o: Tensor = fused_sigmoid_gating_delta_rule_update(**arguments, **places, **told)
+        return o
 
     check_move(move, replace(made.tokens, g=g, beta=beta), (HV, V, K), path, call, each=False)
 

@@ -11,8 +11,19 @@ from kernels.compat import test_compat_mamba2 as updates
 from kernels.compat import test_compat_selective_scan as scans1
 from rigs.kernels import attention_batches, batches, lora_batches
 from rigs.kernels.batches import Row
-from rigs.kernels.delta_calls import Case, good_chunk, good_rows, good_update
-from rigs.kernels.draws import normal
+from rigs.kernels.delta_calls import good_chunk, good_rows, good_update
+from rigs.kernels.delta_samples import (
+    ROWS,
+    chunk_kda_pool,
+    chunk_pool,
+    kda_call,
+    kda_flash,
+    kda_pool,
+    kda_update,
+    packed,
+    vllm_update,
+)
+from rigs.kernels.draws import draw, normal
 from rigs.kernels.expert_batches import make_batch as make_experts
 from rigs.kernels.field_lora import metadata
 from rigs.kernels.kda_batches import make_kda_batch
@@ -29,10 +40,6 @@ from deltaline_kernels import Router, group_tokens, pack_fp8
 Given = dict[str, Any]
 DIM = 8
 LONG = [Row(1), Row(130), Row(9)]
-
-
-def draw(path: Path, *shape: int) -> Tensor:
-    return normal(*shape).to(path.device, path.dtype)
 
 
 def ints(path: Path, *values: int) -> Tensor:
@@ -70,32 +77,6 @@ def kda(path: Path) -> Given:
 
 def kda_of(batch: Any, **more: Any) -> Given:
     return pick(batch, "qkv a b A_log dt_bias state drafts rows", num_key_heads=batch.layer.H, **more)
-
-
-def kda_call(path: Path, **more: Any) -> Given:
-    """Arguments that the engines' functions of KDA have in common, of two rows."""
-    told = {"q": draw(path, 1, 5, 1, 16), "k": draw(path, 1, 5, 1, 16), "v": draw(path, 1, 5, 2, 8)}
-    told |= {"g": -draw(path, 1, 5, 2, 16).abs(), "beta": draw(path, 1, 5, 2).sigmoid()}
-    return told | {"cu_seqlens": ints(path, 0, 3, 5), "use_qk_l2norm_in_kernel": True} | more
-
-
-def kda_pool(path: Path) -> Given:
-    pool = normal(3, 2, 8, 16).to(path.device)
-    return kda_call(path, initial_state=pool, ssm_state_indices=ints(path, 2, 0), state_v_first=True)
-
-
-def kda_flash(path: Path) -> Given:
-    told: Given = {"q": draw(path, 1, 5, 2, 16), "k": draw(path, 1, 5, 2, 16), "v": draw(path, 1, 5, 2, 8)}
-    told |= {"g": draw(path, 1, 5, 2, 16), "beta": draw(path, 1, 5, 2), "scale": 0.25, "out": draw(path, 1, 5, 2, 8)}
-    told |= {"A_log": normal(2).to(path.device), "dt_bias": normal(2, 16).to(path.device), "lower_bound": -5.0}
-    return told | {"final_state": normal(1, 2, 8, 16).to(path.device)}
-
-
-def kda_update(path: Path) -> Given:
-    told = good_update(path, ROWS)
-    _, HV, K, _ = ROWS.heads
-    a = draw(path, *told["a"].shape[:-1], HV * K)
-    return told | {"a": a, "dt_bias": normal(HV * K).to(path.device), "is_kda": True, "lower_bound": -5.0}
 
 
 def mamba2(path: Path) -> Given:
@@ -257,7 +238,6 @@ def dense(path: Path, **more: Any) -> Given:
     return {"query": draw(path, 2, 4, 3, 16), "key": draw(path, 2, 2, 9, 16), "value": draw(path, 2, 2, 9, 8)} | more
 
 
-ROWS = Case([2, 1], [4, 1])
 SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
     "add_lora": [lora],
     "add_rms_norm": [
@@ -294,6 +274,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: without(
             good_chunk(path, ROWS), "initial_state", output_final_state=True, state_v_first=False, chunk_size=64
         ),
+        chunk_pool,
     ],
     "chunk_kda": [
         lambda path: kda_call(path, output_final_state=True),
@@ -302,6 +283,8 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
             path, use_gate_in_kernel=True, lower_bound=-5.0, use_beta_sigmoid_in_kernel=True, use_graph=True
         ),
         lambda path: kda_call(path, return_intermediate_states=True, output_final_state=True, cu_seqlens=None),
+        chunk_kda_pool,
+        lambda path: chunk_kda_pool(path, output_intermediate_states=True, cu_seqlens=None),
     ],
     "compat_mhc_post": [streams_mixed],
     "compat_mhc_pre": [
@@ -323,11 +306,14 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: without(good_chunk(path, ROWS), "initial_state"),
         lambda path: elsewhere(good_rows(path, ROWS), "initial_state", output_state_indices=ints(path, 2, 0)),
     ],
+    "fused_recurrent_gated_delta_rule_packed_decode": [packed],
     "fused_recurrent_kda": [kda_pool, lambda path: kda_call(path, output_final_state=True, chunk_size=64)],
+    "fused_recurrent_kda_packed_decode": [lambda path: packed(path, keyed=True) | {"lower_bound": -5.0}],
     "fused_sigmoid_gating_delta_rule_update": [
         kda_update,
         lambda path: good_update(path, ROWS) | {"is_kda": False},
         lambda path: elsewhere(good_update(path, ROWS), "initial_state_source", output_state_indices=ints(path, 2, 0)),
+        vllm_update,
     ],
     "gated_delta": [gated_delta, lambda path: gated_delta_of(on_the_way(batches.make_batch(LONG, path), path))],
     "gated_rms_norm": [norm],

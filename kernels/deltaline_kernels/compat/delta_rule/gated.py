@@ -9,56 +9,76 @@ of chunks (docs/numerics.md). Nothing waits for a GPU: what index tensors say is
 """
 
 from functools import partial
+from types import NoneType
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import Unused, UnusedRows, check_flag, check_unused, describe
-from deltaline_kernels.compat.delta_inputs import pack_delta
-from deltaline_kernels.compat.delta_rule.raw_gates import with_gates
+from deltaline_kernels.compat.arguments import Unused, UnusedRows, check_flag, check_operand, check_unused, describe
+from deltaline_kernels.compat.delta_inputs import narrow, pack_delta
+from deltaline_kernels.compat.delta_rule.raw_gates import parse_gate, with_gates
 from deltaline_kernels.compat.delta_rule.sequences import (
     advance_rows,
     check_states,
+    fake_states_before,
     lay_out,
+    new_output,
     new_states,
     parse_order,
+    run_pool,
     run_rule,
     run_sequences,
     shape_output,
 )
 from deltaline_kernels.compat.slots import Slots, advance_slots
+from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.operators import operator
 
 
-def _fake_outputs(v: Tensor, gate: Tensor) -> Tensor:
-    return v.new_empty(*v.shape[:2], gate.shape[-1], v.shape[3])
+def _fake_outputs(q: Tensor, v: Tensor) -> Tensor:
+    return v.new_empty(*v.shape[:2], torch.sym_max(q.shape[2], v.shape[2]), v.shape[3])
 
 
-def _fake_states(k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None, v_first: bool) -> Tensor:
+def _fake_states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, v_first: bool) -> Tensor:
     num_rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    states = v.new_empty(num_rows, g.shape[2], v.shape[3], k.shape[3], dtype=torch.float32)
+    size = (num_rows, torch.sym_max(q.shape[2], v.shape[2]), v.shape[3], q.shape[3])
+    states = v.new_empty(size, dtype=torch.float32)
     return states if v_first else states.transpose(2, 3)
 
 
-def _fake_chunks(
-    k: Tensor,
+def _fake_sequences(
+    q: Tensor,
     v: Tensor,
-    g: Tensor,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     state_v_first: bool | None,
     transpose_state_layout: bool | None,
-    **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     v_first = state_v_first is not False if transpose_state_layout is None else transpose_state_layout
-    return _fake_outputs(v, g), _fake_states(k, v, g, cu_seqlens, v_first) if output_final_state else None
+    return _fake_outputs(q, v), _fake_states(q, v, cu_seqlens, v_first) if output_final_state else None
+
+
+def _fake_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool | None,
+    transpose_state_layout: bool | None,
+    initial_state_indices: Tensor | None,
+    **_: Any,
+) -> tuple[Tensor | None, ...]:
+    if initial_state_indices is None:
+        return _fake_sequences(q, v, output_final_state, cu_seqlens, state_v_first, transpose_state_layout)
+    o = _fake_outputs(q, v)
+    return o, None, fake_states_before(k, v, o.shape[2], cu_seqlens)
 
 
 def _fake_steps(
-    k: Tensor,
+    q: Tensor,
     v: Tensor,
-    g: Tensor,
     initial_state: Tensor | None,
     inplace_final_state: bool,
     cu_seqlens: Tensor | None,
@@ -69,18 +89,18 @@ def _fake_steps(
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     if output_final_state is not None:
-        return _fake_chunks(k, v, g, output_final_state, cu_seqlens, state_v_first, transpose_state_layout)
+        return _fake_sequences(q, v, output_final_state, cu_seqlens, state_v_first, transpose_state_layout)
     if final_state is not None:
-        return _fake_outputs(v, g), final_state
+        return _fake_outputs(q, v), final_state
     if initial_state is None:
-        return _fake_outputs(v, g), _fake_states(k, v, g, cu_seqlens, True)
-    return _fake_outputs(v, g), initial_state if inplace_final_state else initial_state.new_empty(initial_state.shape)
+        return _fake_outputs(q, v), _fake_states(q, v, cu_seqlens, True)
+    return _fake_outputs(q, v), initial_state if inplace_final_state else initial_state.new_empty(initial_state.shape)
 
 
 _check_rows = partial(check_unused, kind=UnusedRows)
 
 
-@operator(_fake_chunks, results=2, unused=check_unused)
+@operator(_fake_chunks, mutates=["initial_state"], results=3, only={"core_attn_out": NoneType}, unused=check_unused)
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -94,16 +114,19 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     *,
     state_v_first: bool | None = None,
-    use_gate_in_kernel: bool = False,
+    use_gate_in_kernel: bool | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool | None = None,
     chunk_size: int = 64,
+    initial_state_indices: Tensor | None = None,
+    inplace_update: bool | None = None,
+    core_attn_out: Tensor | None = None,
     **unused: Unpack[Unused],
-) -> tuple[Tensor, Tensor | None]:
-    """Run whole sequences in chunks. Mutates nothing.
+) -> tuple[Any, ...]:
+    """Run whole sequences in chunks. Mutates core_attn_out, and initial_state beside initial_state_indices.
 
     Args:
         q, k: `[batch, tokens, H, K]`; v: `[batch, tokens, HV, V]`, HV a multiple of H; or q `[batch, tokens, HQ, K]`,
@@ -113,20 +136,28 @@ def chunk_gated_delta_rule(
         g: `[batch, tokens, HV]`, the log of the decay, at most 0. beta: likewise, of moderate size (0
             to 2, say). Any of the three dtypes; used in fp32.
         scale: of q, above 0; None is K**-0.5.
-        initial_state: `[N, HV, V, K]`, any of the three dtypes; None is zero.
+        initial_state: `[N, HV, V, K]`, any of the three dtypes; None is zero. Beside initial_state_indices a pool
+            `[slots, HV, V, K]` of packed states at any distance.
         cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last; the batch is 1
             then. None: each of the batch is a sequence.
         use_qk_l2norm_in_kernel: divide q and k by their norms.
         state_v_first: None is True; False: initial and final states are `[N, HV, K, V]`, fla's and transformers' order.
             transpose_state_layout, its older name, counts in its place, with a DeprecationWarning, and not beside True.
         use_gate_in_kernel: the log of the decay is -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias `(HV,)`,
-            any of the three dtypes, a dt_bias of None being zero. Otherwise they say nothing.
+            any of the three dtypes, a dt_bias of None being zero. False: they say nothing. None: they are not there.
         use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that.
         chunk_size: 16, 32 or 64, and changes nothing, as `unused`: what other engines pass (`Unused`).
+        initial_state_indices: `(N,)`, the slot of each sequence, perhaps more than N, as SGLang has it: final states go
+            to the pool, each rounded when it is stored, but with inplace_update=False. A sequence with a negative slot
+            is skipped: its outputs are zero, no slot is touched. Not beside output_final_state.
+        core_attn_out: `[tokens, HV, V]` or `[batch, tokens, HV, V]`, contiguous, in v's dtype: the memory of o.
 
     Returns:
         o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no sequence; and `[N, HV, V, K]` fp32 if
-        `output_final_state`, else None. The final state of an empty sequence is its initial one.
+        `output_final_state`, else None. The final state of an empty sequence is its initial one. Beside
+        initial_state_indices o, None, and `[batch, chunks, HV, V, K]` in k's dtype, the state before each chunk of 64
+        tokens or of a sequence's last ones, zero for skipped ones; with cu_seqlens those of one sequence behind those
+        of the other, and the host waits for the GPU to know how many.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
@@ -137,11 +168,36 @@ def chunk_gated_delta_rule(
     check_flag("output_final_state", output_final_state)
     v_first = parse_order(state_v_first, transpose_state_layout)
     inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel)
-    check_flag("use_gate_in_kernel", use_gate_in_kernel)
-    gate = (A_log, dt_bias, None) if use_gate_in_kernel else None
+    gate = parse_gate(use_gate_in_kernel, A_log, dt_bias)
     inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rows = lay_out(v, cu_seqlens)
-    return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=True)
+    o = None if core_attn_out is None else _take_room(core_attn_out, inputs, v)
+    if inplace_update is not None:
+        check_flag("inplace_update", inplace_update)
+    if initial_state_indices is None:
+        if inplace_update is not None:
+            raise ValueError(
+                f"inplace_update: expected None, as initial_state_indices is not given, got {inplace_update}"
+            )
+        return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=True, o=o)
+    for name, flag, wanted in (
+        ("output_final_state", output_final_state, False),
+        ("state_v_first", v_first, True),
+    ):
+        if flag is not wanted:
+            raise ValueError(f"{name}: expected {wanted}, as initial_state_indices is given, got {flag}")
+    keep = inplace_update is not False
+    o, states = run_pool(inputs, v, rows, initial_state, initial_state_indices, keep=keep, between=k.dtype, o=o)
+    return o, None, states
+
+
+def _take_room(room: Tensor, inputs: DeltaInputs, v: Tensor) -> Tensor:
+    """Check and return the caller's room for outputs as `[T, HV, V]`."""
+    batch, length = v.shape[:2]
+    tokens = {"batch": batch, "tokens": length} if getattr(room, "ndim", 0) == 4 else {"tokens": batch * length}
+    heads = {"HV": inputs.heads.num_value_heads, "V": inputs.heads.value_dim}
+    check_operand("core_attn_out", room, tokens | heads, (v.dtype,), v.device, beside="v", contiguous=True)
+    return room.view(batch * length, *heads.values())
 
 
 @operator(_fake_steps, mutates=["initial_state", "final_state"], results=2, unused=_check_rows)
@@ -149,7 +205,7 @@ def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
+    g: Tensor | None = None,
     beta: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
@@ -163,7 +219,7 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool | None = None,
     output_state_indices: Tensor | None = None,
     final_state: Tensor | None = None,
-    use_gate_in_kernel: bool = False,
+    use_gate_in_kernel: bool | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
@@ -175,8 +231,9 @@ def fused_recurrent_gated_delta_rule(
 
     Args:
         q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval: as for `chunk_gated_delta_rule`; a beta of None is 1. Rows of
-            one token are fastest without cu_seqlens, as `[batch, 1, ...]`.
+            use_beta_sigmoid_in_kernel, allow_neg_eigval: as for `chunk_gated_delta_rule`; without a g nothing decays,
+            and a beta of None is 1. Tensors of fp64, too, are taken, and used in fp32. Rows of one token are fastest
+            without cu_seqlens, as `[batch, 1, ...]`.
         initial_state: any of the three dtypes, packed states at any distance; `[N, HV, V, K]`, the state of row i at i,
             None for zero; or with ssm_state_indices a pool `[slots, HV, V, K]`. Mutated if `inplace_final_state` and
             there is no other final_state: the states of rows with tokens, each rounded when it is stored.
@@ -189,7 +246,7 @@ def fused_recurrent_gated_delta_rule(
             1..columns being the nearest of these; None: with table[i, 0]. It and ssm_state_indices may have more rows,
             which are not read.
         output_final_state: True or False, as fla and transformers call it: initial_state and what is returned are those
-            of `chunk_gated_delta_rule`, and nothing is mutated. Not beside ssm_state_indices.
+            of `chunk_gated_delta_rule`, or of fp64, and nothing is mutated. Not beside ssm_state_indices.
         state_v_first, transpose_state_layout: likewise; `[N, HV, K, V]` only with output_final_state.
         output_state_indices: as ssm_state_indices, beside it, and of as many dimensions: the slots that states go to,
             in place of those that they come from. A negative one keeps no state.
@@ -211,10 +268,12 @@ def fused_recurrent_gated_delta_rule(
     v_first = parse_order(state_v_first, transpose_state_layout)
     if output_final_state is not None:
         check_flag("output_final_state", output_final_state)
-    gates = {"g": g, "beta": beta}
-    inputs = pack_delta(q, k, v, gates, scale, normalize=use_qk_l2norm_in_kernel, optional="beta")
-    check_flag("use_gate_in_kernel", use_gate_in_kernel)
-    gate = (A_log, dt_bias, None) if use_gate_in_kernel else None
+    gate = parse_gate(use_gate_in_kernel, narrow(A_log), narrow(dt_bias))
+    if gate is not None and g is None:
+        raise TypeError("g: expected a tensor, as use_gate_in_kernel is True, got NoneType")
+    tokens, gates = (narrow(q), narrow(k), narrow(v)), {"g": narrow(g), "beta": narrow(beta)}
+    without = {"g": 0.0, "beta": 1.0}
+    inputs = pack_delta(*tokens, gates, scale, normalize=use_qk_l2norm_in_kernel, optional=without)
     inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rows = lay_out(v, cu_seqlens)
     if output_final_state is not None:
@@ -227,7 +286,7 @@ def fused_recurrent_gated_delta_rule(
         for name, given in beside.items():
             if given is not None:
                 raise ValueError(f"{name}: expected None, as output_final_state is given, got a tensor")
-        return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=False)
+        return run_sequences(inputs, v, rows, narrow(initial_state), output_final_state, v_first, chunked=False)
     if not v_first:
         raise ValueError("state_v_first: expected True, as output_final_state is not given, got False")
     if ssm_state_indices is not None:
@@ -237,7 +296,7 @@ def fused_recurrent_gated_delta_rule(
         final = None if final_state is None else check_states("final_state", final_state, inputs)
         names = ("ssm_state_indices", "output_state_indices")
         slots = Slots(names[0], pool, ssm_state_indices, final, output_state_indices, names[1], num_accepted_tokens)
-        o = advance_slots(run_rule, inputs, rows, slots, inputs.empty_output(v.dtype))
+        o = advance_slots(run_rule, inputs, rows, slots, new_output(inputs, v))
         return shape_output(o, v), pool if final is None else final
     for name, given in (("num_accepted_tokens", num_accepted_tokens), ("output_state_indices", output_state_indices)):
         if given is not None:
@@ -248,5 +307,5 @@ def fused_recurrent_gated_delta_rule(
     if final_state is None:
         is_kept = inplace_final_state and initial_state is not None
         final_state = initial_state if is_kept else new_states(rows, inputs, initial_state)
-    o = inputs.empty_output(v.dtype)
-    return shape_output(advance_rows(inputs, rows, initial_state, final_state, o), v), final_state
+    o = advance_rows(inputs, rows, initial_state, final_state, new_output(inputs, v))
+    return shape_output(o, v), final_state

@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.compat.arguments import UnusedKda, UnusedRows, check_flag, check_operand, check_unused, describe
-from deltaline_kernels.compat.delta_inputs import pack_delta
-from deltaline_kernels.compat.delta_rule.raw_gates import with_gates
+from deltaline_kernels.compat.delta_inputs import narrow, pack_delta
+from deltaline_kernels.compat.delta_rule.raw_gates import parse_gate, with_gates
 from deltaline_kernels.compat.delta_rule.sequences import (
     advance_rows,
     check_states,
+    fake_states_before,
     lay_out,
+    new_output,
     parse_order,
+    run_pool,
     run_rule,
     run_sequences,
     shape_output,
@@ -52,14 +55,15 @@ def _fake_sequences(
     return o, states if state_v_first or transpose_state_layout else states.transpose(2, 3)
 
 
-def _fake_chunks(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **told: Any) -> tuple[Tensor | None, ...]:
+def _fake_chunks(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **told: Any) -> Any:
+    if told["initial_state_indices"] is not None:
+        o = v.new_empty(v.shape)
+        states = fake_states_before(k, v, v.shape[2], cu_seqlens) if told["output_intermediate_states"] else None
+        return o if states is None else (o, states)
     found = _fake_sequences(k, v, cu_seqlens=cu_seqlens, **told)
     if not told["return_intermediate_states"]:
         return found
-    num_chunks: Any = -(-v.shape[1] // WAYPOINT_TOKENS)
-    if cu_seqlens is not None and not torch.compiler.is_dynamo_compiling():
-        num_chunks = torch.library.get_ctx().new_dynamic_size()
-    states = k.new_empty(v.shape[0], num_chunks, v.shape[2], v.shape[3], k.shape[3])
+    states = fake_states_before(k, v, v.shape[2], cu_seqlens)
     v_first = told["state_v_first"] or told["transpose_state_layout"]
     return *found, states if v_first else states.transpose(3, 4)
 
@@ -71,7 +75,7 @@ def _fake_nothing(**_: Any) -> None:
 _check_chunks, _check_rows = (partial(check_unused, kind=kind) for kind in (UnusedKda, UnusedRows))
 
 
-@operator(_fake_chunks, results=3, unused=_check_chunks)
+@operator(_fake_chunks, mutates=["initial_state"], results=3, unused=_check_chunks)
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -82,7 +86,7 @@ def chunk_kda(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
+    use_gate_in_kernel: bool | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     safe_gate: bool = False,
@@ -96,9 +100,12 @@ def chunk_kda(
     dt_bias: Tensor | None = None,
     transpose_state_layout: bool | None = None,
     chunk_size: int = WAYPOINT_TOKENS,
+    initial_state_indices: Tensor | None = None,
+    output_intermediate_states: bool = False,
+    beta_is_raw: bool = False,
     **unused: Unpack[UnusedKda],
-) -> tuple[Any, ...]:
-    """Run whole sequences in chunks. Mutates nothing.
+) -> Any:
+    """Run whole sequences in chunks. Mutates nothing, but initial_state beside initial_state_indices.
 
     Args:
         q, k: `[batch, tokens, H, K]`; v: `[batch, tokens, HV, V]`, HV a multiple of H. fp32, bf16 or fp16; if not all
@@ -110,8 +117,10 @@ def chunk_kda(
         initial_state: `[N, HV, K, V]`, any of the three dtypes; None is zero.
         use_qk_l2norm_in_kernel: divide q and k by their norms.
         use_gate_in_kernel: g is what `fused_kda_gate` takes, with A_log of HV values and dt_bias of HV * K, both of any
-            shape, and lower_bound, which otherwise say nothing. A_log may be None beside lower_bound, dt_bias always.
-        use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that.
+            shape, and lower_bound. A_log may be None beside lower_bound, dt_bias always. False: they say nothing. None:
+            they are not there, but beside initial_state_indices an A_log says what True does.
+        use_beta_sigmoid_in_kernel: the strength is sigmoid(beta), with allow_neg_eigval twice that. beta_is_raw:
+            likewise, SGLang's name.
         safe_gate: a promise that decays have a lower bound, which nothing here needs; the bound has to be told beside
             use_gate_in_kernel.
         disable_recompute: changes nothing.
@@ -120,14 +129,20 @@ def chunk_kda(
             its place, with a DeprecationWarning, and not beside True.
         cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last; the batch is 1
             then. None: each of the batch is a sequence.
-        chunk_size: 32 or 64, and changes nothing, as `unused`: what fla and transformers pass (`UnusedKda`).
+        chunk_size: 32 or 64, and changes nothing, as `unused`: what others pass (`UnusedKda`).
+        initial_state_indices: `(N,)`, the slot of each sequence, perhaps more than N, as SGLang has it: initial_state
+            is a pool `[slots, HV, V, K]` of packed states at any distance, and final states go there, each rounded when
+            it is stored. A sequence with a negative slot is skipped: its outputs are zero, no slot is touched. Not
+            beside output_final_state and return_intermediate_states.
+        output_intermediate_states: beside these, as return_intermediate_states without.
 
     Returns:
         o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no sequence; and `[N, HV, K, V]` fp32 if
         `output_final_state`, else None. The final state of an empty sequence is its initial one. With
         return_intermediate_states behind these `[batch, chunks, HV, K, V]` in k's dtype, the state before each chunk of
         64 tokens or of a sequence's last ones; with cu_seqlens those of one sequence behind those of the other, and
-        the host waits for the GPU to know how many.
+        the host waits for the GPU to know how many. Beside initial_state_indices o alone, or, with
+        output_intermediate_states, o and these, `[batch, chunks, HV, V, K]`, zero for skipped sequences.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
@@ -140,17 +155,30 @@ def chunk_kda(
         raise ValueError(f"`chunk_size` must be either 32 or 64, got {describe(chunk_size)}")
     if return_intermediate_states and chunk_size != WAYPOINT_TOKENS:
         raise ValueError(f"chunk_size: expected 64, as return_intermediate_states is True, got {chunk_size}")
-    if safe_gate and use_gate_in_kernel and lower_bound is None:
+    check_flag("output_intermediate_states", output_intermediate_states)
+    check_flag("beta_is_raw", beta_is_raw)
+    has_pool = initial_state_indices is not None
+    gate = parse_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, implied=has_pool)
+    if safe_gate and gate is not None and lower_bound is None:
         raise ValueError("lower_bound: expected a number, as safe_gate and use_gate_in_kernel are given, got None")
     check_flag("output_final_state", output_final_state)
     check_flag("state_v_first", state_v_first)
     v_first = parse_order(state_v_first, transpose_state_layout)
     inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel, keyed=True)
-    gate = (A_log, dt_bias, lower_bound) if use_gate_in_kernel else None
-    check_flag("use_gate_in_kernel", use_gate_in_kernel)
-    inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel or beta_is_raw, allow_neg_eigval)
     rows = lay_out(v, cu_seqlens)
-    between = k.dtype if return_intermediate_states else None
+    between = k.dtype if return_intermediate_states or output_intermediate_states else None
+    if initial_state_indices is not None:
+        for name, flag in (
+            ("output_final_state", output_final_state),
+            ("return_intermediate_states", return_intermediate_states),
+        ):
+            if flag:
+                raise ValueError(f"{name}: expected False, as initial_state_indices is given, got True")
+        o, states = run_pool(inputs, v, rows, initial_state, initial_state_indices, between=between)
+        return o if states is None else (o, states)
+    if output_intermediate_states:
+        raise ValueError("output_intermediate_states: expected False, as initial_state_indices is not given, got True")
     return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=True, between=between)
 
 
@@ -167,7 +195,7 @@ def fused_recurrent_kda(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
+    use_gate_in_kernel: bool | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
@@ -184,7 +212,8 @@ def fused_recurrent_kda(
 
     Args:
         q, k, v, g, beta, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens: as for `chunk_kda`.
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens: as for `chunk_kda`. Tensors of fp64,
+            too, are taken, and used in fp32; a pool may not be one.
         initial_state, output_final_state, state_v_first, transpose_state_layout: likewise, and nothing is mutated; but
             beside ssm_state_indices initial_state is a pool `[slots, HV, V, K]` of packed states at any distance, and
             is mutated: the slots of rows with tokens, each state rounded when it is stored.
@@ -203,9 +232,9 @@ def fused_recurrent_kda(
     check_flag("output_final_state", output_final_state)
     check_flag("state_v_first", state_v_first)
     v_first = parse_order(state_v_first, transpose_state_layout)
-    inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel, keyed=True)
-    gate = (A_log, dt_bias, lower_bound) if use_gate_in_kernel else None
-    check_flag("use_gate_in_kernel", use_gate_in_kernel)
+    gate = parse_gate(use_gate_in_kernel, narrow(A_log), narrow(dt_bias), lower_bound)
+    tokens, gates = (narrow(q), narrow(k), narrow(v)), {"g": narrow(g), "beta": narrow(beta)}
+    inputs = pack_delta(*tokens, gates, scale, normalize=use_qk_l2norm_in_kernel, keyed=True)
     inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rows = lay_out(v, cu_seqlens)
     has_pool = ssm_state_indices is not None
@@ -219,7 +248,7 @@ def fused_recurrent_kda(
     if ssm_state_indices is None:
         if num_accepted_tokens is not None:
             raise ValueError("num_accepted_tokens: expected None, as ssm_state_indices is not given, got a tensor")
-        return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=False)
+        return run_sequences(inputs, v, rows, narrow(initial_state), output_final_state, v_first, chunked=False)
     for name, flag, wanted in (
         ("state_v_first", v_first, True),
         ("output_final_state", output_final_state, False),
@@ -228,7 +257,7 @@ def fused_recurrent_kda(
             raise ValueError(f"{name}: expected {wanted}, as ssm_state_indices is given, got {flag}")
     pool = check_states("initial_state", initial_state, inputs)
     slots = Slots("ssm_state_indices", pool, ssm_state_indices, accepted=num_accepted_tokens)
-    return shape_output(advance_slots(run_rule, inputs, rows, slots, inputs.empty_output(v.dtype)), v), pool
+    return shape_output(advance_slots(run_rule, inputs, rows, slots, new_output(inputs, v)), v), pool
 
 
 @operator(_fake_nothing, mutates=["out", "final_state"], results=0)

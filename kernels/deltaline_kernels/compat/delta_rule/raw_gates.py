@@ -6,13 +6,43 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import check_flag, parse_bound
+from deltaline_kernels.compat.arguments import check_flag, describe, parse_bound
 from deltaline_kernels.compat.delta_inputs import pack_biases, pack_rates
 from deltaline_kernels.compat.delta_rule.gate import fused_kda_gate
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 
 Gate: TypeAlias = tuple[Tensor | None, Tensor | None, float | None]
 """A_log, dt_bias and the lower bound of the decays, which is KDA's alone."""
+
+
+def parse_gate(
+    told: bool | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None = None,
+    *,
+    implied: bool = False,
+) -> Gate | None:
+    """Return what the decays are computed of, or None where they are there.
+
+    Args:
+        told: `use_gate_in_kernel`, None where the caller does not say it.
+        implied: then A_log says that they are computed. Else parameters of a gate are an oversight, and are refused.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    for name, values in (("A_log", A_log), ("dt_bias", dt_bias)):
+        # A scale, say, where another engine has that: it would be ignored where there is nothing to compute.
+        if values is not None and not isinstance(values, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {describe(values)}")
+    if told is None:
+        told = implied and A_log is not None
+        for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
+            if value is not None and not told:
+                raise ValueError(f"{name}: expected None, as use_gate_in_kernel is not given, got {describe(value)}")
+    check_flag("use_gate_in_kernel", told)
+    return (A_log, dt_bias, lower_bound) if told else None
 
 
 def with_gates(inputs: DeltaInputs, gate: Gate | None, sigmoid: bool, doubles: bool) -> DeltaInputs:

@@ -12,7 +12,7 @@ from deltaline_kernels.compat.arguments import EngineRows, check_flag
 from deltaline_kernels.compat.delta_inputs import check_beside, check_counts
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.rows import LINE_SHIFT
-from deltaline_kernels.compat.slots import check_contents, check_pool
+from deltaline_kernels.compat.slots import Slots, advance_slots, check_contents, check_pool, check_slots
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.gated_delta import run_gated_delta
 from deltaline_kernels.kda import run_kda
@@ -35,10 +35,12 @@ def run_sequences(
     *,
     chunked: bool,
     between: torch.dtype | None = None,
+    o: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """Check `initial_state`, run the rows from it, and return what `chunk_gated_delta_rule` does. Mutates nothing.
+    """Check `initial_state`, run the rows from it, and return what `chunk_gated_delta_rule` does. Mutates o alone.
 
-    Of chunks there are, behind that, the states before each in the dtype `between`, unless it is None.
+    Of chunks there are, behind that, the states before each in the dtype `between`, unless it is None. o: as of
+    `new_output`, which makes one where it is None.
     """
     if initial_state is not None:
         names = ("HV", "V", "K") if state_v_first else ("HV", "K", "V")
@@ -48,13 +50,12 @@ def run_sequences(
         initial_state = initial_state if state_v_first else initial_state.transpose(2, 3)
         if not initial_state[:1].is_contiguous():
             initial_state = initial_state.contiguous()
-    n, num_marks = rows.num_rows, 0
+    n, final = rows.num_rows, None
     if between is not None:
-        num_marks = inputs.num_tokens // WAYPOINT_TOKENS + n
-        lines = torch.arange(num_marks, dtype=torch.int32, device=inputs.device) + n + LINE_SHIFT
-        rows = replace(rows, waypoints=lines)
-    final = new_states(rows, inputs, more=num_marks) if output_final_state or between is not None else None
-    o = advance_rows(inputs, rows, initial_state, final, inputs.empty_output(v.dtype), chunked=chunked)
+        rows, final = _mark_chunks(rows, inputs)
+    elif output_final_state:
+        final = new_states(rows, inputs)
+    o = advance_rows(inputs, rows, initial_state, final, new_output(inputs, v) if o is None else o, chunked=chunked)
     found = [final if output_final_state else None]
     if final is not None and between is not None:
         # A copy, so that whoever keeps the last states keeps no others.
@@ -64,9 +65,61 @@ def run_sequences(
     return shape_output(o, v), *turned
 
 
+def run_pool(
+    inputs: DeltaInputs,
+    v: Tensor,
+    rows: EngineRows,
+    pool: Tensor | None,
+    slots: Tensor,
+    *,
+    keep: bool = True,
+    between: torch.dtype | None = None,
+    o: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Check the `initial_state` and `initial_state_indices` of a call and run its rows in chunks from those slots.
+
+    Mutates o, which is as for `run_sequences`, and if `keep` the slots of rows with tokens. Returns the outputs and the
+    states before chunks in the dtype `between`, V first, zero for skipped rows; None if that is None.
+    """
+    name, n = "initial_state_indices", rows.num_rows
+    pool = check_states("initial_state", pool, inputs)
+    check_counts(name, slots, n, inputs.device)
+    given = Slots(name, pool, slots, keep=keep)
+    o = new_output(inputs, v) if o is None else o
+    if between is None:
+        return shape_output(advance_slots(run_rule, inputs, rows, given, o, chunked=True), v), None
+    slots = check_slots(rows, given, inputs.num_tokens).slots
+    # What is written is one tensor: states go beside those before chunks first, and the pool is read until then.
+    marked, final = _mark_chunks(rows, inputs)
+    moved = replace(
+        given, keep=True, final_pool=final, final_slots=torch.arange(n, dtype=slots.dtype, device=slots.device)
+    )
+    o = advance_slots(run_rule, inputs, marked, moved, o, chunked=True)
+    states = _states_before(replace(rows, read_line=slots), v, pool, final[n:]).to(between)
+    if keep:
+        _store_states(inputs, final, pool, slots)
+    return shape_output(o, v), states
+
+
+def _store_states(inputs: DeltaInputs, states: Tensor, pool: Tensor, slots: Tensor) -> None:
+    """Write state i to slot `slots[i]` of the pool, unless that is negative, as rows without tokens do: the device
+    alone knows which are."""
+    nothing = replace(inputs, **{name: getattr(inputs, name)[:0] for name in "qkvab"})
+    rows = EngineRows(len(slots), 0, 0, None, None, slots, -1, True, None, moves=True)
+    advance(run_rule, nothing, states, rows, written=pool)
+
+
+def _mark_chunks(rows: EngineRows, inputs: DeltaInputs) -> tuple[EngineRows, Tensor]:
+    """Return the rows with waypoints, and room for their last states, fp32, with that for the waypoints behind."""
+    num_marks = inputs.num_tokens // WAYPOINT_TOKENS + rows.num_rows
+    lines = torch.arange(num_marks, dtype=torch.int32, device=inputs.device) + rows.num_rows + LINE_SHIFT
+    return replace(rows, waypoints=lines), new_states(rows, inputs, more=num_marks)
+
+
 def _states_before(rows: EngineRows, v: Tensor, initial: Tensor | None, marks: Tensor) -> Tensor:
     """Return the state before each chunk of each row, `[batch, chunks, HV, V, K]`, of those behind whole chunks as
-    waypoints lie. Waits for the device where `rows.starts` tells how many chunks there are."""
+    waypoints lie. Zero for rows whose `read_line` is below 0. Waits for the device where `rows.starts` tells how many
+    chunks there are."""
     batch, length = v.shape[:2]
     starts, num_chunks = rows.starts, None
     if starts is None:
@@ -76,8 +129,11 @@ def _states_before(rows: EngineRows, v: Tensor, initial: Tensor | None, marks: T
     row = torch.repeat_interleave(counts, output_size=num_chunks)
     chunk = torch.arange(len(row), device=v.device) - (counts.cumsum(0) - counts)[row]
     found = marks[starts[row] // WAYPOINT_TOKENS + row + chunk - 1]
-    first = torch.zeros_like(found) if initial is None else initial[row].float()
+    line = row if rows.read_line is None else rows.read_line[row]
+    first = torch.zeros_like(found) if initial is None else initial[line.clamp(min=0)].float()
     found = torch.where(chunk[:, None, None, None] > 0, found, first)
+    if rows.read_line is not None:
+        found.masked_fill_((line < 0)[:, None, None, None], 0.0)
     return found.view(batch, len(row) // max(batch, 1), *marks.shape[1:])
 
 
@@ -104,9 +160,23 @@ def advance_rows(
     return advance(run_rule, inputs, state, rows, written=written, keep=keep, chunked=chunked, o=o)
 
 
+def new_output(inputs: DeltaInputs, v: Tensor) -> Tensor:
+    """Return room for the outputs, `[T, HV, V]` in v's dtype, or in fp32 where that is fp64."""
+    return inputs.empty_output(torch.float32 if v.dtype == torch.float64 else v.dtype)
+
+
 def shape_output(o: Tensor, v: Tensor) -> Tensor:
-    """Return o `[T, HV, V]` as `[batch, tokens, HV, V]`."""
-    return o.view(*v.shape[:2], *o.shape[1:])
+    """Return o `[T, HV, V]` as `[batch, tokens, HV, V]` in v's dtype."""
+    return o.view(*v.shape[:2], *o.shape[1:]).to(v.dtype)
+
+
+def fake_states_before(k: Tensor, v: Tensor, num_heads: int, cu_seqlens: Tensor | None) -> Tensor:
+    """Return a tensor like the states before chunks, V first, in k's dtype: as many as a symbol says where offsets
+    tell."""
+    num_chunks: Any = -(-v.shape[1] // WAYPOINT_TOKENS)
+    if cu_seqlens is not None and not torch.compiler.is_dynamo_compiling():
+        num_chunks = torch.library.get_ctx().new_dynamic_size()
+    return k.new_empty(v.shape[0], num_chunks, num_heads, v.shape[3], k.shape[3])
 
 
 def lay_out(v: Tensor, cu_seqlens: Tensor | None, *, joined: bool = False) -> EngineRows:

@@ -7,9 +7,25 @@ from typing import Any, Unpack
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import UnusedDeltaSteps, check_flag, check_number, check_unused, parse_bound
-from deltaline_kernels.compat.delta_inputs import check_counts, pack_biases, pack_delta, pack_rates
-from deltaline_kernels.compat.delta_rule.sequences import check_states, lay_out, run_rule, shape_output, state_sizes
+from deltaline_kernels.compat.arguments import (
+    INTEGERS,
+    UnusedDeltaSteps,
+    check_flag,
+    check_number,
+    check_operand,
+    check_unused,
+    describe,
+    parse_bound,
+)
+from deltaline_kernels.compat.delta_inputs import check_beside, pack_biases, pack_delta, pack_rates
+from deltaline_kernels.compat.delta_rule.sequences import (
+    check_states,
+    lay_out,
+    new_output,
+    run_rule,
+    shape_output,
+    state_sizes,
+)
 from deltaline_kernels.compat.slots import Slots, advance_slots
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.operators import operator
@@ -18,25 +34,28 @@ from deltaline_kernels.operators import operator
 SOFTPLUS_BETA, SOFTPLUS_THRESHOLD = 1.0, 20.0
 
 
-def _fake_update(v: Tensor, b: Tensor, **_: Any) -> Tensor:
-    return v.new_empty(*v.shape[:2], b.shape[-1], v.shape[3])
+def _fake_update(v: Tensor, b: Tensor, initial_state: Tensor | None, final_state: Tensor | None, **_: Any) -> Any:
+    o = v.new_empty(*v.shape[:2], b.shape[-1], v.shape[3])
+    return o if initial_state is None else (o, initial_state if final_state is None else final_state)
 
 
 @operator(
-    _fake_update, mutates=["initial_state_source", "final_state"], unused=partial(check_unused, kind=UnusedDeltaSteps)
+    _fake_update,
+    mutates=["initial_state_source", "final_state", "initial_state"],
+    unused=partial(check_unused, kind=UnusedDeltaSteps),
 )
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
     dt_bias: Tensor,
-    softplus_beta: float,
-    softplus_threshold: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor,
+    softplus_beta: float = SOFTPLUS_BETA,
+    softplus_threshold: float = SOFTPLUS_THRESHOLD,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    b: Tensor | None = None,
+    initial_state_source: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -46,9 +65,17 @@ def fused_sigmoid_gating_delta_rule_update(
     is_kda: bool = False,
     lower_bound: float | None = None,
     disable_state_update: bool = False,
+    initial_state: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    inplace_final_state: bool = True,
+    beta: float | None = None,
+    threshold: float | None = None,
     **unused: Unpack[UnusedDeltaSteps],
-) -> Tensor:
+) -> Any:
     """Run the next tokens of each row, one by one, with g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b).
+
+    The order is SGLang's; by name vLLM's arguments are taken too.
 
     Args:
         A_log, dt_bias: `(HV,)`, any of the three dtypes; with is_kda HV and HV * K values of any shape.
@@ -57,7 +84,8 @@ def fused_sigmoid_gating_delta_rule_update(
             heads than v.
         lower_bound: of KDA, at most 0: g = lower_bound sigmoid(exp(A_log) (a + dt_bias)).
         softplus_beta, softplus_threshold: softplus(x) = log(1 + exp(beta x)) / beta, or x where beta x is above the
-            threshold. Other ones than 1 and 20 cost a few launches more.
+            threshold. Other ones than 1 and 20 cost a few launches more. beta, threshold: vLLM's names of them, which
+            count in their place.
         q, k, v, scale, use_qk_l2norm_in_kernel: as for `fused_recurrent_gated_delta_rule`.
         cu_seqlens: likewise, but that a batch may be beside it: offsets count its tokens one sequence behind the other.
         initial_state_source: `[slots, HV, V, K]`, any of the three dtypes, packed states at any distance. One of the
@@ -66,44 +94,84 @@ def fused_sigmoid_gating_delta_rule_update(
         initial_state_indices: `(N,)`, the slot of each row, perhaps more than N. A row with a negative slot is skipped:
             its outputs are zero, no slot is touched. Slot 0 is an ordinary one.
         output_state_indices, final_state: as for `fused_recurrent_gated_delta_rule`.
-        disable_state_update: no state is written, wherever it would go.
+        disable_state_update: no state is written, wherever it would go. Not beside initial_state.
+        initial_state: vLLM's pool, in place of initial_state_source and like it, with ssm_state_indices in place of
+            initial_state_indices: `(N,)`, or a table `(N, columns)`, beside which num_accepted_tokens may be; as for
+            `fused_recurrent_gated_delta_rule`.
+        inplace_final_state: True.
         unused: what engines pass, and changes nothing (`UnusedDeltaSteps`).
 
     Returns:
-        o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row.
+        o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row; with initial_state o and it, or
+        final_state.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     check_unused(unused, UnusedDeltaSteps)
+    if beta is not None:
+        check_number("beta", beta, positive=True)
+        softplus_beta = beta
+    if threshold is not None:
+        check_number("threshold", threshold)
+        softplus_threshold = threshold
     check_number("softplus_beta", softplus_beta, positive=True)
     check_number("softplus_threshold", softplus_threshold)
     check_flag("is_kda", is_kda)
     check_flag("disable_state_update", disable_state_update)
+    check_flag("inplace_final_state", inplace_final_state)
+    if not inplace_final_state:
+        raise ValueError("inplace_final_state: expected True, the only meaning that is offered, got False")
+    of_vllm = initial_state is not None
+    beside = {"ssm_state_indices": ssm_state_indices, "num_accepted_tokens": num_accepted_tokens}
+    if of_vllm:
+        beside = {"initial_state_source": initial_state_source, "initial_state_indices": initial_state_indices}
+    for name, given in beside.items():
+        if given is not None:
+            word = "given" if of_vllm else "not given"
+            raise ValueError(f"{name}: expected None, as initial_state is {word}, got {describe(given)}")
+    if of_vllm and disable_state_update:
+        raise ValueError("disable_state_update: expected False, as initial_state is given, got True")
     if lower_bound is not None and not is_kda:
         raise ValueError(f"lower_bound: expected None, as is_kda is False, got {lower_bound}")
     lower_bound = parse_bound("lower_bound", lower_bound)
+    v = check_operand("v", v, dict.fromkeys(("batch", "tokens", "HV", "V")))
     normalize = use_qk_l2norm_in_kernel
     inputs = pack_delta(q, k, v, {"a": a, "b": b}, scale, normalize=normalize, flat_gates=True, keyed=is_kda)
     rates, biases = pack_rates("A_log", A_log, inputs), pack_biases("dt_bias", dt_bias, inputs)
     rows = lay_out(v, cu_seqlens, joined=True)
-    pool = _take_memory("initial_state_source", initial_state_source, inputs)
-    same = final_state is None or final_state is initial_state_source
+    name, source = ("initial_state", initial_state) if of_vllm else ("initial_state_source", initial_state_source)
+    pool = _take_memory(name, source, inputs)
+    same = final_state is None or final_state is source
     final = None if same else check_states("final_state", final_state, inputs)
-    names = ("initial_state_indices", "output_state_indices")
-    check_counts(names[0], initial_state_indices, rows.num_rows, inputs.device)
-    keep = not disable_state_update
-    slots = Slots(names[0], pool, initial_state_indices, final, output_state_indices, names[1], keep=keep)
+    name, indices, sizes = "initial_state_indices", initial_state_indices, ["rows"]
+    if of_vllm:
+        name, indices = "ssm_state_indices", ssm_state_indices
+        sizes += ["columns"] if isinstance(indices, Tensor) and indices.ndim == 2 else []
+    indices = check_beside(name, indices, dict.fromkeys(sizes), INTEGERS, inputs.device)
+    slots = Slots(
+        name,
+        pool,
+        indices,
+        final,
+        output_state_indices,
+        "output_state_indices",
+        num_accepted_tokens,
+        keep=not disable_state_update,
+    )
     if lower_bound is not None or (softplus_beta, softplus_threshold) == (SOFTPLUS_BETA, SOFTPLUS_THRESHOLD):
         inputs = replace(inputs, A_log=rates, dt_bias=biases, lower_bound=lower_bound)
     else:
         rise = F.softplus(inputs.a.float() + biases.float(), softplus_beta, softplus_threshold)
         rates = rates.float().exp().repeat_interleave(inputs.heads.num_decays // len(rates))
         inputs = replace(inputs, a=-rates * rise, b=inputs.b.float().sigmoid())
-    return shape_output(advance_slots(run_rule, inputs, rows, slots, inputs.empty_output(v.dtype)), v)
+    o = shape_output(advance_slots(run_rule, inputs, rows, slots, new_output(inputs, v)), v)
+    if initial_state is None:
+        return o
+    return o, initial_state if final_state is None else final_state
 
 
-def _take_memory(name: str, pool: Tensor, inputs: DeltaInputs) -> Tensor:
+def _take_memory(name: str, pool: Tensor | None, inputs: DeltaInputs) -> Tensor:
     """Check and return a pool, V first in memory, which may be of the shape that it has K first."""
     HV, V, K = state_sizes(inputs).values()
     if isinstance(pool, Tensor) and pool.shape[1:] == (HV, K, V) and pool[:1].is_contiguous():
