@@ -86,6 +86,8 @@ class Rows:
 
     def __post_init__(self) -> None:
         control = self.control
+        if not isinstance(control, Tensor):
+            raise TypeError(f"control: expected a tensor, got {type(control).__name__}")
         if control.dtype != torch.int32:
             raise TypeError(f"control: expected torch.int32, got {control.dtype}")
         num_fields = NUM_FIELDS + self.num_token_lines
@@ -189,7 +191,8 @@ class Rows:
     ) -> "Rows":
         """Build the control tensor from host values; rows are packed from token 0.
 
-        The short rows are the longest run of leading rows with at most `max_short` tokens. Without `position` each
+        The short rows are the longest run of leading rows with at most `max_short` tokens. No row may read a line that
+        another one writes. Without `position` each
         row's is the least that there can be, which is all the same to what keeps its past in a state of one size.
         `token_lines` has a line for each token of each row, -1 for none. `waypoints` are triples, in any order: a row,
         how many of its tokens stand before it, and the line for what the row is there; with an empty list every entry
@@ -282,7 +285,8 @@ def _check_token_lines(
 
 
 def _check_lines(read_line: Sequence[int], written: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError if a line is impossible or two rows write the same one; `written` has write_line first."""
+    """Raise ValueError if a line is impossible, two rows write the same one or one reads what another writes; `written`
+    has write_line first."""
     for i, (read, lines) in enumerate(zip(read_line, written, strict=True)):
         if read < -1 or (read == -1 and lines != [-1] * len(lines)):
             raise ValueError(f"read_line[{i}]: expected a line, or -1 together with write_line -1, got {read}")
@@ -292,6 +296,10 @@ def _check_lines(read_line: Sequence[int], written: Sequence[Sequence[int]]) -> 
     used = [line for lines in written for line in {*lines} if line > 0]
     if len(set(used)) != len(used):
         raise ValueError(f"write_line: expected distinct lines, got {[lines[0] for lines in written]}")
+    writer = {line: i for i, lines in enumerate(written) for line in lines if line > 0}
+    for i, line in enumerate(read_line):
+        if writer.get(line, i) != i:
+            raise ValueError(f"read_line[{i}]: expected a line that no other row writes, got {line}")
 
 
 def _place_waypoints(

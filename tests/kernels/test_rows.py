@@ -67,6 +67,8 @@ def test_rows_may_be_none() -> None:
         ({"read_line": [1, 2, -1, -1]}, r"read_line\[2\]: expected a line, or -1 together with write_line -1"),
         ({"write_line": [1, 3, -2, -1]}, r"write_line\[2\]"),
         ({"write_line": [1, 1, 3, -1]}, "write_line: expected distinct lines"),
+        ({"write_line": [1, 3, 2, -1]}, r"read_line\[1\]: expected a line that no other row writes, got 2"),
+        ({"read_line": [4, 2, 0, -1]}, r"read_line\[0\]: expected a line that no other row writes, got 4"),
     ],
 )
 def test_rows_refuses(changes: dict[str, Any], message: str) -> None:

@@ -31,7 +31,7 @@ def silu_and_mul(gate_up: Tensor, limit: float = 0.0) -> Tensor:
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    check_tensor("gate_up", gate_up, (None, None), ACTIVATIONS, gate_up.device, row_stride=True)
+    check_tensor("gate_up", gate_up, (None, None), ACTIVATIONS, None, row_stride=True)
     num_tokens, width = gate_up.shape
     if limit != 0.0:
         limit = parse_eps("limit", limit)
@@ -40,8 +40,9 @@ def silu_and_mul(gate_up: Tensor, limit: float = 0.0) -> Tensor:
     if gate_up.device.type == "cpu":
         gate, up = gate_up.chunk(2, dim=-1)
         if limit:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return F.silu(gate) * up
+            # In fp32, which has the limit.
+            gate, up = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+        return (F.silu(gate).to(gate_up.dtype) * up).to(gate_up.dtype)
     # Imported here: only this path needs triton, which is installed on Linux alone.
     from deltaline_kernels.activation.kernel import silu_and_mul_triton
 

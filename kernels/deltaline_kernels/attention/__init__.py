@@ -16,7 +16,14 @@ from deltaline_kernels.attention.modifiers.packed import Modifiers
 from deltaline_kernels.attention.modifiers.shipped import find_modifier, known_modifiers
 from deltaline_kernels.attention.plan import AttentionHeads
 from deltaline_kernels.attention.reference import flex_decode_reference
-from deltaline_kernels.checks import ACTIVATIONS, MAX_BEHIND_LATENT, MAX_HEAD_DIM, MAX_LATENT_DIM, check_tensor
+from deltaline_kernels.checks import (
+    ACTIVATIONS,
+    MAX_BEHIND_LATENT,
+    MAX_HEAD_DIM,
+    MAX_LATENT_DIM,
+    check_tensor,
+    parse_number,
+)
 from deltaline_kernels.operators import operator
 from deltaline_kernels.rows import Rows, check_rows
 
@@ -144,8 +151,6 @@ def _check(
     check_tensor("page_table", page_table, (None, None), (torch.int32,), device, row_stride=True)
     if page_table.shape[0] < 1 or page_table.shape[1] < 1:
         raise ValueError(f"page_table: expected at least one line and page, got {list(page_table.shape)}")
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise TypeError(f"scale: expected a number, got {type(scale).__name__}")
     if sinks is not None:
         check_tensor("sinks", sinks, (num_queries,), (torch.float32,), device)
     if gate is not None:
@@ -157,7 +162,7 @@ def _check(
                 f"{list(gate.shape)}, strides {gate.stride()}"
             )
     check_rows(rows, device)
-    scale = float(key_dim**-0.5 if scale is None else scale)
+    scale = key_dim**-0.5 if scale is None else parse_number("scale", scale)
     return AttentionHeads(num_queries, num_keys, key_dim, value_dim, scale, is_latent)
 
 

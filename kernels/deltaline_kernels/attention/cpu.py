@@ -26,7 +26,7 @@ def flex_decode_cpu(
     q, gate, blocks, page_table = queries.q, queries.gate, queries.blocks, keys.page_table
     assert page_table is not None
     page_size = max(1, keys.page_size)
-    starts, _, lines, _, _, _, positions = rows.control.tolist()
+    starts, _, lines, _, _, _, positions, *_ = rows.control.tolist()
     for i, line in enumerate(lines[: rows.num_rows]):
         begin, n = starts[i], starts[i + 1] - starts[i]
         if line < 0:

@@ -122,10 +122,8 @@ def _parse_split(split: Sequence[int], channels: int) -> tuple[int, ...]:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, activation: str | None) -> None:
-    device = x.device
-    check_tensor("x", x, (None, None), ACTIVATIONS, device, row_stride=True)
-    weights = (torch.float32, x.dtype)
-    channels = x.shape[1]
+    check_tensor("x", x, (None, None), ACTIVATIONS, None, row_stride=True)
+    device, weights, channels = x.device, (torch.float32, x.dtype), x.shape[1]
     check_tensor("weight", weight, (None, channels), weights, device)
     width = weight.shape[0]
     if not MIN_CONV_WIDTH <= width <= MAX_CONV_WIDTH:

@@ -25,7 +25,7 @@ def causal_conv1d_reference(
     width, channels = weight.shape
     w = weight.to(compute)
     history = width - 1
-    starts, reads, writes, committed, replayed, _, _ = rows.control.tolist()
+    starts, reads, writes, committed, replayed, *_ = rows.control.tolist()
     waypoints = rows.find_waypoints()
     for i in range(rows.num_rows):
         begin, end = starts[i], starts[i + 1]

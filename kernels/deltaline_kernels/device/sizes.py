@@ -1,4 +1,20 @@
-"""Arithmetic of sizes, for plans and launches."""
+"""Sizes, for plans and launches: arithmetic of them, and what a device has room for."""
+
+from functools import lru_cache
+
+import torch
+
+# The shared memory that a program may have on a Hopper GPU.
+SHARED_BYTES = 227 << 10
+
+
+@lru_cache
+def find_shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that a program may have on a device; on a CPU, for the interpreter, a Hopper's."""
+    if device.type == "cpu":
+        return SHARED_BYTES
+    # torch's annotations lack it.
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def pow2(size: int) -> int:

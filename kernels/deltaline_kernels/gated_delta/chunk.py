@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
 from deltaline_kernels.device.delta_rule.parts import empty_ends, join_parts
-from deltaline_kernels.device.hopper import is_aligned
+from deltaline_kernels.device.hopper import has_room, is_aligned
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
@@ -313,6 +313,7 @@ def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) 
     in_parts = plan.num_parts > 1
     ends = empty_ends(inputs, plan)
     tiles = key_dim == block_k and value_dim % BLOCK_V == 0 and all(map(is_aligned, inputs.tokens))
+    tiles = tiles and has_room(inputs.v, key_dim)
 
     def advance(blocks: int, *, ends_only: bool) -> None:
         q_tiles = k_tiles = x_tiles = o_tiles = None

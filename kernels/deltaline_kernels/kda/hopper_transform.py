@@ -32,7 +32,7 @@ def _add(x, y):
 
 
 @gluon.jit
-def _find_chunk(control, num_rows, i_slot, CHUNK: gl.constexpr, WARPS: gl.constexpr):
+def find_chunk(control, num_rows, i_slot, CHUNK: gl.constexpr, WARPS: gl.constexpr):
     """Return what device/chunks.py's `find_chunk` does."""
     o_row = gl.arange(0, ROWS_AT_ONCE, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
     i_row, begin, end = -1, 0, FAR
@@ -137,7 +137,7 @@ def pair_kernel(
     i_slot = gl.program_id(0) // HV
     i_hv = gl.program_id(0) % HV
     i_h = i_hv // (HV // H)
-    first, end, is_here = _find_chunk(control, num_rows, i_slot, CHUNK, WARPS)
+    first, end, is_here = find_chunk(control, num_rows, i_slot, CHUNK, WARPS)
     if is_here:
         o_b = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, tile)))[:, None, None]
         o_i = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, tile)))[None, :, None]

@@ -1,6 +1,7 @@
 """The Mamba2 recurrence (SSD) over packed rows: prefill, decode, verify and the replay of accepted drafts."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,9 +83,20 @@ def _check_state(xBC: Tensor, state: Tensor, rows: Rows, num_groups: int, dt_lim
     check_tensor("state", state, (None, None, None, None), STATES, xBC.device, row_stride=True)
     check_rows(rows, xBC.device)
     _, num_heads, head_dim, state_dim = state.shape
-    least, greatest = dt_limit
     check_positive("num_groups", num_groups)
-    return find_heads(num_groups, num_heads, head_dim, state_dim, (least, greatest))
+    return find_heads(num_groups, num_heads, head_dim, state_dim, _parse_limits(dt_limit))
+
+
+def _parse_limits(dt_limit: Sequence[float]) -> tuple[float, float]:
+    """Return both limits as floats; raise TypeError unless they are two numbers."""
+    if not isinstance(dt_limit, Sequence) or len(dt_limit) != 2 or not all(map(_is_number, dt_limit)):
+        raise TypeError(f"dt_limit: expected two numbers, got {dt_limit!r}")
+    least, greatest = dt_limit
+    return float(least), float(greatest)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_inputs(inputs: MambaInputs, state: Tensor, drafts: Tensor) -> None:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deltaline_kernels.device.hopper import is_aligned
+from deltaline_kernels.device.hopper import has_room, is_aligned
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
@@ -261,6 +261,7 @@ def launch_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) 
     ends = torch.empty(size, dtype=torch.float32, device=xBC.device)
     block_s = max(16, triton.next_power_of_2(state_dim))
     tiles = head_dim % BLOCK_P == 0 and state_dim == block_s and is_aligned(xBC) and is_aligned(y)
+    tiles = tiles and has_room(xBC, state_dim)
 
     def walk(*, ends_only: bool) -> None:
         x_tiles = s_tiles = y_tiles = None

@@ -8,28 +8,19 @@ one that is written is read by no one.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from deltaline_kernels.device.overlap import can_overlap
+from deltaline_kernels.device.sizes import find_shared_bytes
 from deltaline_kernels.mhc.collapse import launch_collapse
 from deltaline_kernels.mhc.gates import Gates, Mixing, count_columns
-from deltaline_kernels.mhc.plan import SHARED_BYTES, plan_pre
+from deltaline_kernels.mhc.plan import plan_pre
 from deltaline_kernels.mhc.post import launch_post
 from deltaline_kernels.mhc.product import launch_product
 
 BUFFERS = 2
-
-
-@lru_cache
-def find_shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that a program may have on a device; on a CPU, for the interpreter, a Hopper's."""
-    if device.type == "cpu":
-        return SHARED_BYTES
-    # torch's annotations lack it.
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def mhc_post_triton(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, y: Tensor) -> None:

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from deltaline_kernels.device.sizes import cdiv, pow2
+from deltaline_kernels.device.sizes import SHARED_BYTES, cdiv, pow2
 from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 
 ANY = 1 << 62
 MOST_CHUNK = 4096
-# What a program may have on a Hopper GPU.
-SHARED_BYTES = 227 << 10
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from deltaline_kernels.checks import FP8_BLOCK
 from deltaline_kernels.device.overlap import can_overlap
-from deltaline_kernels.device.sizes import cdiv, pow2
+from deltaline_kernels.device.sizes import SHARED_BYTES, cdiv, find_shared_bytes, pow2
 
 ANY = 1 << 62
 # Tokens that are computed at once, which bounds what is kept of their choices.
 MAX_TOKENS = 16384
 # So few tokens have few experts in common: each choice is computed for itself.
 DIRECT_TOKENS = 4
-# From so many choices per expert on they are sorted, where there are tensor cores and copies of whole tiles for them.
+# From so many choices per expert on they are sorted, where there are tensor cores and copies of whole tiles for them,
+# and a Hopper's shared memory.
 SORTED_CHOICES = 64
 # Values of a row of what is copied in tiles are a multiple of these.
 ROW_UNIT = 8
@@ -120,6 +121,7 @@ def is_sorted(num_tokens: int, choices: int, x: Tensor, down: Tensor) -> bool:
         and inner % max(ROW_UNIT, COPY_BYTES // down.element_size()) == 0
         and down.data_ptr() % COPY_BYTES == 0
         and can_overlap(x)
+        and find_shared_bytes(x.device) >= SHARED_BYTES
     )
 
 

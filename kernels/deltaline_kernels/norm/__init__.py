@@ -89,7 +89,8 @@ def add_rms_norm(
     eps, scale = _check_hidden(x, weight, eps), parse_number("scale", scale)
     check_tensor("residual", residual, x.shape, (x.dtype, torch.float32), x.device, row_stride=True)
     if x.device.type == "cpu":
-        total = residual.add(x, alpha=scale)
+        # In 16 bits the CPU's sum rounds scale x before it adds it.
+        total = residual.float().add(x, alpha=scale).to(residual.dtype)
         return total, rms_norm_cpu(total.to(x.dtype), weight, eps)
     # Imported here: only this path needs triton, which is installed on Linux alone.
     from deltaline_kernels.norm.hidden import add_rms_norm_triton
@@ -102,7 +103,7 @@ def add_rms_norm(
 
 def _check_hidden(x: Tensor, weight: Tensor, eps: float) -> float:
     """Return eps as a float; raise TypeError or ValueError unless it is what is added for a norm of x by `weight`."""
-    check_tensor("x", x, (None, None), ACTIVATIONS, x.device, row_stride=True)
+    check_tensor("x", x, (None, None), ACTIVATIONS, None, row_stride=True)
     check_tensor("weight", weight, x.shape[1:], (torch.float32,), x.device)
     return parse_eps("eps", eps)
 
@@ -127,7 +128,7 @@ def gated_rms_norm(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    check_tensor("o", o, (None, None, None), ACTIVATIONS, o.device, row_stride=True)
+    check_tensor("o", o, (None, None, None), ACTIVATIONS, None, row_stride=True)
     check_tensor("z", z, o.shape, (o.dtype,), o.device, row_stride=True)
     is_shared = not isinstance(weight, Tensor) or weight.ndim == 1
     check_tensor("weight", weight, o.shape[2:] if is_shared else o.shape[1:], (torch.float32, o.dtype), o.device)

@@ -25,7 +25,7 @@ def rotate_and_store_reference(
     """Return q' `[T, HQ, D]` in q.dtype; mutates `k_pages` and `v_pages` as `rotate_and_store` does."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     page_size = k_pages.shape[1]
-    starts, _, writes, _, _, _, positions = rows.control.tolist()
+    starts, _, writes, _, _, _, positions, *_ = rows.control.tolist()
     for i in range(rows.num_rows):
         line = writes[i]
         if line < 1:

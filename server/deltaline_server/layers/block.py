@@ -72,7 +72,7 @@ class Residual:
                 return self.ranks.join(made, hidden, self.norm, self.eps, scale)
             made = self.ranks.sum(made)
         if self.norms_output:
-            hidden = hidden.add(made, alpha=scale)
+            hidden = add_scaled(hidden, made, scale)
             return hidden, hidden.to(self.dtype)
         return add_rms_norm(made, hidden, self.norm, self.eps, scale=scale)
 
@@ -80,6 +80,14 @@ class Residual:
         """Return what is to be scaled and added, of ranks a summand; mutates the write lines of `state`."""
         made = self.inner.forward(entering, rows, state, tiles)
         return rms_norm(made, self.norm, self.eps) if self.norms_output else made
+
+
+def add_scaled(hidden: Tensor, made: Tensor, scale: float) -> Tensor:
+    """Return hidden + scale * made in hidden's dtype, computed in fp32 and rounded once: the sum of `add_rms_norm`."""
+    if hidden.device.type == "cpu":
+        # In 16 bits the CPU's sum rounds scale * made before it adds it; a GPU's does not.
+        return hidden.float().add(made, alpha=scale).to(hidden.dtype)
+    return hidden.add(made, alpha=scale)
 
 
 @dataclass(frozen=True)

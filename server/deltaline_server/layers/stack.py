@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, Rows, mhc_post, mhc_post_pre, mhc_pre
-from deltaline_server.layers.block import Block, Layer
+from deltaline_server.layers.block import Block, Layer, add_scaled
 from deltaline_server.layers.hybrid import SharedBlock
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead, MeanHead
 from deltaline_server.step import SpanShapes
@@ -57,7 +57,7 @@ class BlockStack:
             made = branch.compute(entering, rows, states[layer], tiles)
         if branch.ranks is not None:
             made = branch.ranks.sum(made)
-        return residual.add(made, alpha=branch.scale)
+        return add_scaled(residual, made, branch.scale)
 
 
 class EmbeddingStack:

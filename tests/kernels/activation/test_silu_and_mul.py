@@ -51,6 +51,14 @@ def test_activation_is_rounded_as_models_round_it(path: Path) -> None:
     assert path.dtype == torch.float32 or float(differs.double().mean()) < 0.01
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 7.01), (torch.float16, 70000.0)], ids=str)
+def test_a_limit_is_not_rounded(dtype: torch.dtype, limit: float) -> None:
+    """To a dtype that has no such number, or none so large."""
+    gate_up = (8.0 * normal(9, 400)).to(dtype)
+    gate_up[0, 0] = torch.inf
+    assert torch.equal(silu_and_mul(gate_up, limit), silu_and_mul_reference(gate_up, limit))
+
+
 def test_activation_is_right_far_from_zero(path: Path) -> None:
     gates = torch.tensor([-1e4, -95.0, -88.0, -20.0, 0.0, 20.0, 1e4, torch.inf, torch.nan])
     up = torch.tensor([1.0, -2.0, 0.0]).repeat(3)

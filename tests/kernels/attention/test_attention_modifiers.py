@@ -106,8 +106,20 @@ def test_one_part_in_two_clauses_has_one_parameter() -> None:
     assert [len(clause) for clause in modifiers.clauses] == [2, 2]
 
 
+def test_integers_are_taken_whole_or_not_at_all() -> None:
+    """Of the host in 64 bits too, which their values tell; the largest and the least among them."""
+    most, least = 2**31 - 1, -(2**31)
+    for dtype in (torch.int64, torch.int32):
+        document = find_modifier("document")(torch.tensor([most, 5, least], dtype=dtype))
+        assert Modifiers(mask=document).parameters.tolist() == [most, 5, least]
+    narrow = find_modifier("sink_tokens")(torch.tensor([3, 250], dtype=torch.uint8), per="head")
+    assert Modifiers(mask=narrow).parameters.tolist() == [3, 250]
+    assert Modifiers(mask=find_modifier("sliding_window")(most)).parameters.tolist() == [most]
+
+
 def test_what_is_no_modifier_is_refused() -> None:
-    causal, cap = find_modifier("causal"), find_modifier("soft_cap")
+    causal, cap, window, document = map(find_modifier, ("causal", "soft_cap", "sliding_window", "document"))
+    table = torch.tensor([5, 5 + 2**32])
     wrong: list[tuple[type[Exception], str, Any]] = [
         (TypeError, "causal: expected no parameter, got int", lambda: causal(3)),
         (TypeError, "soft_cap: expected a parameter of float, got NoneType", cap),
@@ -115,8 +127,19 @@ def test_what_is_no_modifier_is_refused() -> None:
         (TypeError, "soft_cap: expected a tensor, got 3.0", lambda: cap(3.0, per="head")),
         (ValueError, "soft_cap: expected a tensor of 1 dimensions", lambda: cap(torch.ones(2, 2), per="head")),
         (ValueError, "per: expected all, head, sequence, got 'row'", lambda: cap(3.0, per="row")),
-        (TypeError, "sliding_window: expected an integer, got 2.5", lambda: find_modifier("sliding_window")(2.5)),
+        (TypeError, "sliding_window: expected an integer, got 2.5", lambda: window(2.5)),
         (TypeError, "prefix_lm: expected integers", lambda: find_modifier("prefix_lm")(torch.ones(2), per="head")),
+        (TypeError, "document: expected torch.int32, got torch.int64 on meta", lambda: document(table.to("meta"))),
+        (
+            TypeError,
+            "document: expected torch.int32, got torch.uint32 on cpu",
+            lambda: document(table.to(torch.uint32)),
+        ),
+        (ValueError, r"document: expected numbers that int32 holds, got 5..4294967301", lambda: document(table)),
+        (ValueError, "sliding_window: expected numbers that int32 holds", lambda: window(torch.tensor(2**32))),
+        (ValueError, "sliding_window: expected a number that int32 holds, got 1099511627776", lambda: window(2**40)),
+        (ValueError, "sliding_window: expected a number that int32 holds, got inf", lambda: window(torch.inf)),
+        (ValueError, "sliding_window: expected a number that int32 holds, got nan", lambda: window(torch.nan)),
         (TypeError, "mask: expected a mask modifier .*got the score modifier 'soft_cap'", lambda: and_masks(cap(1.0))),
         (TypeError, "mask: expected .*got the modifier 'causal' itself", lambda: Modifiers(mask=causal)),  # type: ignore[arg-type]
         (TypeError, "scores: expected .*got the mask modifier 'causal'", lambda: Modifiers([causal()])),

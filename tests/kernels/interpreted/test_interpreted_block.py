@@ -12,6 +12,7 @@ from kernels.activation.test_silu_and_mul import (
     test_activation_matches_the_reference,
 )
 from kernels.norm.test_hidden_norm import (
+    test_a_scaled_sum_is_rounded_once,
     test_a_token_does_not_depend_on_its_neighbours,
     test_norm_matches_the_reference,
     test_norm_of_zeros_is_zero,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from deltaline_kernels.device.sizes import SHARED_BYTES
 from deltaline_kernels.mhc import plan
 from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 
@@ -71,7 +72,7 @@ def test_products_of_many_tokens_are_done_when_their_operands_go(shape: tuple[in
     source = ASTSource(product.product_kernel, signature, constants, aligned)
     options = {"num_warps": made.warps, "num_stages": made.stages}
     code: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert code.metadata.shared <= plan.SHARED_BYTES
+    assert code.metadata.shared <= SHARED_BYTES
     # Whatever a product reads may be overwritten by what is loaded next: none may still run then. A wait that leaves
     # some pending is none: without the one that the kernel makes Triton insert, Triton's own leaves the last two.
     runs = False

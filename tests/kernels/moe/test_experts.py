@@ -218,17 +218,25 @@ def test_experts_behind_routes_are_those_of_the_router() -> None:
         route_and_run_experts(x[:2], logits, router, torch.zeros(5, 8, 8), torch.zeros(5, 8, 4))
 
 
-@pytest.mark.parametrize("size", [(1, 1, 1), (7, 3, 5), (70, 4, 40), (300, 2, 600)], ids=str)
-def test_choices_are_sorted_by_their_experts(path: Path, size: tuple[int, int, int]) -> None:
-    """Stably, those of no expert left out; each tile is one expert's, and there is one for each of its places."""
+@pytest.mark.parametrize(
+    ("size", "at_once"),
+    [((1, 1, 1), 256), ((7, 3, 5), 256), ((70, 4, 40), 256), ((300, 2, 600), 256), ((1200, 2, 5), 16)],
+    ids=str,
+)
+def test_choices_are_sorted_by_their_experts(
+    path: Path, size: tuple[int, int, int], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stably, those of no expert left out; each tile is one expert's, and there is one for each of its places. Also
+    where there are more blocks of choices than are added up at once."""
     if not path.serial:
         pytest.skip("on the CPU there is another way")
-    from deltaline_kernels.moe.sort import sort_choices
+    from deltaline_kernels.moe import sort
 
+    monkeypatch.setattr(sort, "BLOCK_ROWS", at_once)
     num_tokens, choices, num_experts = size
     generator = torch.Generator().manual_seed(3)
     experts = torch.randint(-1, num_experts + 2, (num_tokens, choices), generator=generator, dtype=torch.int32)
-    made = sort_choices(experts.to(path.device), num_experts, 16)
+    made = sort.sort_choices(experts.to(path.device), num_experts, 16)
     keys = experts.flatten().long()
     is_used = (keys >= 0) & (keys < num_experts)
     order = torch.where(is_used, keys, num_experts + 2).sort(stable=True).indices[: int(is_used.sum())]

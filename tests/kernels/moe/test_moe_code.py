@@ -7,20 +7,23 @@ import re
 
 import pytest
 import torch
-from rigs.kernels.compiled import compile_launches
+from rigs.kernels.compiled import ADA, HOPPER, RTX_BLACKWELL, Gpu, compile_launches, take_place_of
 
 from deltaline_kernels import run_experts
 from deltaline_kernels.moe import plan
 
-# What a program may have on a Hopper GPU.
-SHARED_BYTES = 227 << 10
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none"
 )
 
 
 def compile_experts(
-    monkeypatch: pytest.MonkeyPatch, num_tokens: int, activation: str = "silu", *, in_fp8: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int,
+    activation: str = "silu",
+    *,
+    in_fp8: bool = False,
+    gpu: Gpu = HOPPER,
 ) -> dict[str, list[str]]:
     """Return the code of the kernels by their names for a model with 16 of 35B-A3B's experts; check that they fit."""
     pytest.importorskip("triton")
@@ -39,8 +42,8 @@ def compile_experts(
     weights, experts = draw(num_tokens, 9, dtype=torch.float32), draw(num_tokens, 9, dtype=torch.int32)
     found: dict[str, list[str]] = {}
     given = x, gate_up, down, weights, experts, activation, *(scales if in_fp8 else ())
-    for kernel in compile_launches(monkeypatch, lambda: run_experts(*given)):
-        assert kernel.metadata.shared <= SHARED_BYTES
+    for kernel in compile_launches(monkeypatch, lambda: run_experts(*given), gpu):
+        assert kernel.metadata.shared <= gpu.shared_bytes
         found.setdefault(kernel.metadata.name, []).append(kernel.asm["ptx"])
     return found
 
@@ -94,26 +97,32 @@ def test_many_tokens_are_sorted(monkeypatch: pytest.MonkeyPatch, activation: str
     assert "cp.async.bulk.tensor" in found["_down"][0] and "cp.async.cg" in found["_up"][0]
 
 
+def test_experts_of_many_tokens_fit_where_there_is_less_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compile_experts(monkeypatch, 4096, gpu=RTX_BLACKWELL)
+    assert "_multiply" in found and "_up" not in found
+
+
 @pytest.mark.parametrize(
-    ("capability", "size", "dtype", "expected"),
+    ("gpu", "size", "dtype", "expected"),
     [
-        ((9, 0), (256, 2048, 512), torch.bfloat16, True),
-        ((12, 0), (1024, 2048, 512), torch.float16, True),
-        ((9, 0), (256, 2048, 512), torch.float32, False),
-        ((8, 9), (256, 2048, 512), torch.bfloat16, False),
-        ((9, 0), (256, 2044, 512), torch.bfloat16, False),
-        ((9, 0), (256, 2048, 500), torch.bfloat16, False),
+        (HOPPER, (256, 2048, 512), torch.bfloat16, True),
+        (HOPPER, (1024, 2048, 512), torch.float16, True),
+        (RTX_BLACKWELL, (1024, 2048, 512), torch.float16, False),
+        (HOPPER, (256, 2048, 512), torch.float32, False),
+        (ADA, (256, 2048, 512), torch.bfloat16, False),
+        (HOPPER, (256, 2044, 512), torch.bfloat16, False),
+        (HOPPER, (256, 2048, 500), torch.bfloat16, False),
     ],
     ids=str,
 )
 def test_where_choices_are_sorted(
     monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
+    gpu: Gpu,
     size: tuple[int, int, int],
     dtype: torch.dtype,
     expected: bool,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    take_place_of(monkeypatch, gpu)
     x, down = torch.empty(1, size[1], dtype=dtype, device="meta"), torch.empty(size, dtype=dtype, device="meta")
     assert not plan.is_sorted(1 << 20, 1, x, down[:, :, :-8].to(torch.float8_e4m3fn))  # rows of 504 bytes
     least = plan.SORTED_CHOICES * size[0]

@@ -63,6 +63,17 @@ def test_the_sum_has_the_bits_of_torchs(path: Path, in_fp32: bool) -> None:
     assert torch.equal(total, residual + x)
 
 
+def test_a_scaled_sum_is_rounded_once(path: Path) -> None:
+    """Neither is what is added rounded before, of which a tenth of the bits would differ, nor must it fit by itself."""
+    x, residual = (normal(20, 600, seed=seed).to(path.device, path.narrow) for seed in (1, 3))
+    weight = normal(600, seed=2).to(path.device)
+    total, _ = path.add_norm(x, residual, weight, EPS, 0.22)
+    assert torch.equal(total, add_rms_norm_reference(x.double(), residual.double(), weight, EPS, scale=0.22)[0].to(x))
+    x, residual = (torch.full((1, 600), value, device=path.device).half() for value in (40000.0, -60000.0))
+    total, _ = path.add_norm(x, residual, weight, EPS, 2.0)
+    assert torch.equal(total, torch.full_like(total, 20000.0))
+
+
 @pytest.mark.parametrize("in_fp32", [False, True], ids=["own-dtype", "fp32"])
 def test_the_norm_is_that_of_the_rounded_sum(path: Path, in_fp32: bool) -> None:
     """As a model's, which adds and then normalises. Of the sum as it was before, a third of the bits would differ."""

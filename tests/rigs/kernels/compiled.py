@@ -1,6 +1,7 @@
-"""Compiles what calls would launch on a Hopper GPU, as Triton specialises their arguments; launches nothing.
+"""Compiles what calls would launch on a GPU, a Hopper if not told otherwise; launches nothing.
 
-Tensors are those of the device "meta": they have no values, and go where those of a GPU go.
+Arguments are specialised as Triton does it. Tensors are those of the device "meta": they have no values, and go where
+those of a GPU go.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from deltaline_kernels.device.sizes import find_shared_bytes
 
 # An asynchronous product whose left operand is in registers, and a wait for all but so many groups of products.
 PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
@@ -25,23 +28,38 @@ WRITES = re.compile(r"^(?:@!?U?P\w+ )?([A-Z]\S*) (?:U?P\w+, )*R(\d+)\b")
 WIDTHS = {".64": 2, ".128": 4}
 
 
-class HopperDriver:
+@dataclass(frozen=True)
+class Gpu:
+    """What is asked of a GPU: its compute capability and the shared memory that a program may have."""
+
+    capability: tuple[int, int]
+    shared_bytes: int
+
+
+HOPPER, ADA, RTX_BLACKWELL = Gpu((9, 0), 227 << 10), Gpu((8, 9), 99 << 10), Gpu((12, 0), 99 << 10)
+
+
+class AbsentDriver:
     """A device that is not there: what Triton asks for before it compiles."""
 
-    def get_current_device(self) -> HopperDriver:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def get_current_device(self) -> AbsentDriver:
         # Not a number: of a device Triton keeps what it compiled, and takes a kernel of a constant 1 for one of 1.0.
         return self
 
-    def get_current_stream(self, device: HopperDriver) -> int:
+    def get_current_stream(self, device: AbsentDriver) -> int:
         return 0
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        major, minor = self.gpu.capability
+        return GPUTarget("cuda", 10 * major + minor, 32)
 
 
-def compile_launches(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[Any]:
+def compile_launches(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object], gpu: Gpu = HOPPER) -> list[Any]:
     """Return the kernels that `call` would launch, compiled; none has a scan that Triton gets wrong."""
     from triton.runtime import jit
 
@@ -52,13 +70,19 @@ def compile_launches(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]
         assert not scans_of_repeated_columns(compiled[-1].asm["ttgir"])
 
     with monkeypatch.context() as patch:
-        patch.setattr(jit, "driver", SimpleNamespace(active=HopperDriver()))
+        patch.setattr(jit, "driver", SimpleNamespace(active=AbsentDriver(gpu)))
         patch.setattr(jit.JITFunction, "run", only_compile)
-        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
-        patch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+        take_place_of(patch, gpu)
         call()
     return compiled
+
+
+def take_place_of(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
+    """Let torch tell of a GPU for any device."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: gpu.capability)
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=gpu.shared_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    find_shared_bytes.cache_clear()
 
 
 def instructions(kernel: Any) -> list[str]:

@@ -16,8 +16,10 @@ import pytest
 import torch
 from rigs.layer_oracle import MAX_DRAFT, Oracle, assert_close, assert_same_state, serve
 
+from deltaline_kernels import add_rms_norm
 from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.layers.block import add_scaled
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import ModelOptions, check_model, load_model
@@ -144,6 +146,17 @@ def test_between_two_branches_there_is_one_call(oracle: Oracle, device: str, mon
         monkeypatch.setattr(module, name, partial(spy, getattr(module, name)))
     serve(oracle.options(device)).step(torch.randn(2, HIDDEN), [1], [2])
     assert called == ["rms_norm", *["add_rms_norm", "silu_and_mul", "add_rms_norm"] * 3, "add_rms_norm", "silu_and_mul"]
+
+
+@pytest.mark.parametrize("in_fp32", [False, True], ids=["own-dtype", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_span_ends_with_the_sum_that_is_made_inside_it(dtype: torch.dtype, in_fp32: bool, device: str) -> None:
+    made, hidden = (torch.randn(20, HIDDEN, device=device).to(dtype) for _ in range(2))
+    made[0, 0], hidden[0, 0] = -40000.0, 60000.0
+    hidden = hidden.float() if in_fp32 else hidden
+    for scale in (1.0, 0.22, 2.0):
+        inside, _ = add_rms_norm(made, hidden, torch.ones(HIDDEN, device=device), 1e-6, scale=scale)
+        assert torch.equal(add_scaled(hidden, made, scale), inside) and inside.isfinite().all()
 
 
 @ONE_KIND

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from deltaline_kernels.checks import check_no_gradient
 
+# Of int32, which the kernels have integers in.
+LEAST, MOST = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+WIDER = (torch.int64, torch.uint32, torch.uint64)
 KINDS = ("score", "mask")
 PER = ("all", "head", "sequence")
 
@@ -66,7 +69,8 @@ class Modifier:
 
         Args:
             value: a number; `[H]` for each query head with per="head"; `[L]` for each row of the page table with
-                per="sequence". Of a table `[W]`, or `[H, W]`, `[L, W]`.
+                per="sequence". Of a table `[W]`, or `[H, W]`, `[L, W]`. Integers are int32: a tensor of int64 is taken
+                on the host alone, where its values are looked at.
 
         Raises:
             TypeError, ValueError: a parameter that the modifier does not take, or none where it needs one.
@@ -83,12 +87,14 @@ class Modifier:
         if not isinstance(value, Tensor):
             if dims or isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{self.name}: expected {'a tensor' if dims else 'a number'}, got {value!r}")
+            if self.parameter is int and not LEAST <= value <= MOST:
+                raise ValueError(f"{self.name}: expected a number that int32 holds, got {value}")
             if self.parameter is int and int(value) != value:
                 raise TypeError(f"{self.name}: expected an integer, got {value}")
         elif value.ndim != dims or value.numel() == 0:
             raise ValueError(f"{self.name}: expected a tensor of {dims} dimensions, got shape {list(value.shape)}")
-        elif self.parameter is int and value.is_floating_point():
-            raise TypeError(f"{self.name}: expected integers, got {value.dtype}")
+        elif self.parameter is int:
+            _check_integers(self.name, value)
         return Part(self, value, per)
 
 
@@ -166,6 +172,19 @@ def import_kernel(path: str) -> Any:
     """Return the function that "module:name" names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def _check_integers(name: str, value: Tensor) -> None:
+    """Raise TypeError or ValueError unless int32 holds all values; what is on a device is not waited for."""
+    if value.is_floating_point() or value.is_complex():
+        raise TypeError(f"{name}: expected integers, got {value.dtype}")
+    if value.dtype not in WIDER:
+        return
+    if value.dtype != torch.int64 or value.device.type != "cpu":
+        raise TypeError(f"{name}: expected torch.int32, got {value.dtype} on {value.device}")
+    least, most = (int(bound) for bound in value.aminmax())
+    if least < LEAST or most > MOST:
+        raise ValueError(f"{name}: expected numbers that int32 holds, got {least}..{most}")
 
 
 def _masks(masks: tuple[Part | Mask, ...]) -> list[Mask]:
