@@ -189,8 +189,8 @@ def _glm(sizes: Sizes) -> Keys:
 
 
 class Type(NamedTuple):
-    """How transformers makes a model of a type. config, model: names of classes. keys: the config's, by sizes. vision: of
-    the tower, where there is one: `keys` are the language model's then."""
+    """How transformers makes a model of a type. config, model: names of classes. keys: the config's, by sizes. vision:
+    of the tower, where there is one: `keys` are the language model's then."""
 
     config: str
     model: str
