@@ -11,8 +11,6 @@ import transformers
 from rigs.drawn_weights import draw_weights
 
 Keys = dict[str, Any]
-# Of a dense MLP; of Mamba2, beside attention too, heads.
-INTERMEDIATE, VALUE_HEADS = 384, 4
 # Chunks of the oracle's own Mamba2: of larger ones it computes the whole of few tokens.
 CHUNK = 32
 # Ids of a model type's own lie beyond a small vocabulary.
@@ -30,22 +28,25 @@ VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2
 
 
 class Sizes(NamedTuple):
-    """Of a model. Of Mamba2, key_heads are groups, and head_dim is the state's; of nemotron_h the heads' too."""
+    """Of a model. intermediate: of a dense MLP. Of Mamba2, key_heads are groups and value_heads heads; head_dim is the
+    state's, and of nemotron_h the heads' too."""
 
     hidden: int
+    intermediate: int
     layers: int
     key_heads: int
+    value_heads: int
     head_dim: int
 
 
 def _linear(sizes: Sizes) -> Keys:
     """Gated DeltaNet in every layer, unless layer_types are given."""
     return FEW_HEADS | {
-        "intermediate_size": INTERMEDIATE,
+        "intermediate_size": sizes.intermediate,
         "num_hidden_layers": sizes.layers,
         "head_dim": 16,
         "linear_num_key_heads": sizes.key_heads,
-        "linear_num_value_heads": VALUE_HEADS,
+        "linear_num_value_heads": sizes.value_heads,
         "linear_key_head_dim": sizes.head_dim,
         "linear_value_head_dim": sizes.head_dim,
         "layer_types": ["linear_attention"] * sizes.layers,
@@ -58,7 +59,7 @@ def _mamba1(sizes: Sizes) -> Keys:
 
 def _jamba(sizes: Sizes) -> Keys:
     return FEW_HEADS | {
-        "intermediate_size": INTERMEDIATE,
+        "intermediate_size": sizes.intermediate,
         "num_experts": 6,
         "mamba_dt_rank": 6,
         "num_hidden_layers": sizes.layers,
@@ -72,8 +73,8 @@ def _mamba2(sizes: Sizes) -> Keys:
     return {
         "num_hidden_layers": sizes.layers,
         "chunk_size": CHUNK,
-        "num_heads": VALUE_HEADS,
-        "head_dim": 2 * sizes.hidden // VALUE_HEADS,
+        "num_heads": sizes.value_heads,
+        "head_dim": 2 * sizes.hidden // sizes.value_heads,
         "n_groups": sizes.key_heads,
         "state_size": sizes.head_dim,
     }
@@ -83,12 +84,12 @@ def _beside_attention(sizes: Sizes) -> Keys:
     """Mamba2 of families that have attention as well."""
     return FEW_HEADS | {
         "num_hidden_layers": sizes.layers,
-        "mamba_n_heads": VALUE_HEADS,
-        "mamba_d_head": 2 * sizes.hidden // VALUE_HEADS,
+        "mamba_n_heads": sizes.value_heads,
+        "mamba_d_head": 2 * sizes.hidden // sizes.value_heads,
         "mamba_d_state": sizes.head_dim,
         "mamba_n_groups": sizes.key_heads,
         "mamba_chunk_size": CHUNK,
-        "intermediate_size": INTERMEDIATE,
+        "intermediate_size": sizes.intermediate,
     }
 
 
@@ -97,7 +98,7 @@ def _falcon_h1(sizes: Sizes) -> Keys:
 
 
 def _granite(sizes: Sizes) -> Keys:
-    mlp = {"num_local_experts": 0, "intermediate_size": 32, "shared_intermediate_size": INTERMEDIATE}
+    mlp = {"num_local_experts": 0, "intermediate_size": 32, "shared_intermediate_size": sizes.intermediate}
     return _beside_attention(sizes) | mlp
 
 
@@ -105,8 +106,8 @@ def _zamba2(sizes: Sizes) -> Keys:
     return UNCLAMPED | {
         "num_hidden_layers": sizes.layers,
         "num_attention_heads": 4,
-        "intermediate_size": INTERMEDIATE,
-        "n_mamba_heads": VALUE_HEADS,
+        "intermediate_size": sizes.intermediate,
+        "n_mamba_heads": sizes.value_heads,
         "mamba_d_state": sizes.head_dim,
         "mamba_ngroups": sizes.key_heads,
         "adapter_rank": 4,
@@ -123,10 +124,10 @@ def _nemotron(sizes: Sizes) -> Keys:
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "moe_shared_expert_intermediate_size": 48,
-            "mamba_num_heads": VALUE_HEADS,
+            "mamba_num_heads": sizes.value_heads,
             "mamba_head_dim": sizes.head_dim,
             "head_dim": 16,
-            "intermediate_size": INTERMEDIATE,
+            "intermediate_size": sizes.intermediate,
             "n_groups": sizes.key_heads,
             "ssm_state_size": sizes.head_dim,
         }
@@ -138,7 +139,7 @@ def _short_convolutions(sizes: Sizes) -> Keys:
         NO_TOKENS
         | FEW_HEADS
         | {
-            "intermediate_size": INTERMEDIATE,
+            "intermediate_size": sizes.intermediate,
             "num_hidden_layers": sizes.layers,
             "layer_types": ["conv"] * sizes.layers,
         }
@@ -153,15 +154,15 @@ def _convolutions_and_experts(sizes: Sizes) -> Keys:
 def _latents(sizes: Sizes) -> Keys:
     return NO_TOKENS | {
         "bos_token_id": None,
-        "intermediate_size": INTERMEDIATE,
+        "intermediate_size": sizes.intermediate,
         "num_hidden_layers": sizes.layers,
-        "num_attention_heads": VALUE_HEADS,
-        "num_key_value_heads": VALUE_HEADS,
+        "num_attention_heads": sizes.value_heads,
+        "num_key_value_heads": sizes.value_heads,
         "kv_lora_rank": 2 * sizes.head_dim,
         "qk_nope_head_dim": sizes.head_dim,
         "qk_rope_head_dim": sizes.head_dim // 2,
         "v_head_dim": sizes.head_dim,
-        "linear_num_heads": VALUE_HEADS,
+        "linear_num_heads": sizes.value_heads,
         "linear_head_dim": sizes.head_dim,
         "moe_intermediate_size": 32,
         "layer_types": ["linear_attention"] * sizes.layers,
@@ -227,8 +228,10 @@ def write_small_checkpoint(
     model_type: str,
     *,
     hidden: int = 256,
+    intermediate: int = 384,
     layers: int = 4,
     key_heads: int = 2,
+    value_heads: int = 4,
     head_dim: int = 64,
     seed: int = 0,
     dtype: str = "float32",
@@ -241,8 +244,8 @@ def write_small_checkpoint(
     alone, unless `overrides` (of the language model's config) say otherwise. `model.base_model.layers` are its layers,
     but for qwen3_5 and qwen3_5_moe.
     """
-    made = TYPES[model_type]
-    keys = {"vocab_size": 8, "hidden_size": hidden} | made.keys(Sizes(hidden, layers, key_heads, head_dim)) | overrides
+    made, sizes = TYPES[model_type], Sizes(hidden, intermediate, layers, key_heads, value_heads, head_dim)
+    keys = {"vocab_size": 8, "hidden_size": hidden} | made.keys(sizes) | overrides
     if made.vision is None:
         config = getattr(transformers, made.config)(**keys)
     else:
