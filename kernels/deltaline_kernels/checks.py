@@ -5,6 +5,7 @@ Every failure is a TypeError or a ValueError that names the argument, what was e
 
 import sys
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -96,11 +97,12 @@ def parse_number(name: str, value: float) -> float:
     Raises:
         TypeError, ValueError: another type, or not finite.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):  # among which are NumPy's
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    if not -LARGEST <= value <= LARGEST:
+    number = value if isinstance(value, int) else float(value)  # of an int, which may be larger than any float
+    if not -LARGEST <= number <= LARGEST:
         raise ValueError(f"{name}: expected a finite number, got {value}")
-    return float(value)
+    return float(number)
 
 
 def parse_eps(name: str, value: float) -> float:

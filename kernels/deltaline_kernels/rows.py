@@ -192,8 +192,8 @@ class Rows:
         """Build the control tensor from host values; rows are packed from token 0.
 
         The short rows are the longest run of leading rows with at most `max_short` tokens. No row may read a line that
-        another one writes. Without `position` each
-        row's is the least that there can be, which is all the same to what keeps its past in a state of one size.
+        another one writes. Without `position` each row's is the least that there can be, which is all the same to what
+        keeps its past in a state of one size.
         `token_lines` has a line for each token of each row, -1 for none. `waypoints` are triples, in any order: a row,
         how many of its tokens stand before it, and the line for what the row is there; with an empty list every entry
         is -1.

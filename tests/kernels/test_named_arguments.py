@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from deltaline_kernels import (
     rotate_and_store_reference,
     silu_and_mul,
 )
+from deltaline_kernels.checks import parse_number
 
 NONE: Any = None
 ROWS = Rows.build([2, 1], [1, 2], [1, 2], [2, 1], [0, 0], [0, 0], max_short=2, device="cpu")
@@ -110,3 +112,13 @@ def test_what_keeps_no_states_does_not_see_token_lines() -> None:
         for way in (call, reference):
             for got, one in zip(run(way, KEPT), want, strict=True):
                 torch.testing.assert_close(got, one, rtol=1e-6, atol=1e-6)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    parse: Any = parse_number
+    assert parse("scale", np.float32(0.5)) == parse("scale", np.int64(1)) / 2 == 0.5
+    for value in (np.float32("inf"), np.float16("nan"), 10**400):
+        with pytest.raises(ValueError, match=r"^scale: expected a finite number, got"):
+            parse("scale", value)
+    with pytest.raises(TypeError, match=r"^scale: expected a number, got bool"):
+        parse("scale", np.bool_(True))

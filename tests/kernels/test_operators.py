@@ -14,6 +14,7 @@ import pytest
 import torch
 from rigs.kernels.compiled import compile_launches, on_meta
 from rigs.kernels.delta_samples import chunk_kda_pool, chunk_pool, kda_call
+from rigs.kernels.draws import draw, normal
 from rigs.kernels.operator_samples import SAMPLES, Given, attention, conv1d
 from rigs.kernels.paths import Path
 from torch import Tensor
@@ -168,24 +169,42 @@ def test_objects_that_no_operator_takes_break_the_graph(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "sample"),
-    [
-        (compat.chunk_kda, partial(kda_call, return_intermediate_states=True)),
-        (compat.chunk_kda, partial(chunk_kda_pool, output_intermediate_states=True)),
-        (compat.chunk_gated_delta_rule, partial(chunk_pool, dense=False)),
-    ],
-    ids=["kda", "kda-pool", "gated-pool"],
+    ("function", "sample"), [(compat.chunk_kda, chunk_kda_pool), (compat.chunk_gated_delta_rule, chunk_pool)]
 )
-def test_a_size_that_contents_tell_is_a_symbol_of_the_graph(
+def test_pools_of_chunks_break_the_graph(
     path: Path, function: Callable[..., Any], sample: Callable[[Path], Given]
 ) -> None:
-    """Of the states before chunks, as many as the offsets make."""
+    """Else each call would write to its states, to a graph."""
     given, other = sample(path), sample(path)
     torch.compiler.reset()
+    got, want = torch.compile(function, backend="eager")(**given), function(**other)
+    for (where, one), (_, two) in zip(leaves([got, given]), leaves([want, other]), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0, msg=where)
+    torch.compiler.reset()
+    with pytest.raises(Unsupported, match=r"no operator with objects for .*initial_state_indices"):
+        torch.compile(function, fullgraph=True, backend="eager")(**given)
+
+
+@pytest.mark.parametrize("function", [compat.chunk_kda, compat.chunk_gated_delta_rule], ids=lambda f: f.__name__)
+def test_initial_states_may_be_expanded_or_of_inference(path: Path, function: Callable[..., Any]) -> None:
+    with torch.inference_mode():
+        one = normal(1, 2, 16, 16).to(path.device)
+    given = kda_call(path, v=draw(path, 1, 5, 2, 16), output_final_state=True)
+    if function is compat.chunk_gated_delta_rule:
+        given["g"] = given["g"][..., 0]
+    torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for x, y in zip(compiled(**given), function(**other), strict=True):
+    for state in (one.clone().expand(2, -1, -1, -1), torch.cat([one, one])):
+        for x, y in zip(compiled(**given, initial_state=state), function(**given, initial_state=state), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_a_size_that_contents_tell_is_a_symbol_of_the_graph(path: Path) -> None:
+    """Of the states before chunks, as many as the offsets make."""
+    given = kda_call(path, return_intermediate_states=True)
+    compiled = torch.compile(compat.chunk_kda, fullgraph=True, backend="aot_eager")
+    for x, y in zip(compiled(**given), compat.chunk_kda(**given), strict=True):
         assert x is y is None or torch.equal(x, y)
-    assert all(torch.equal(x, y) for (_, x), (_, y) in zip(leaves(given), leaves(other), strict=True))
 
 
 def test_sizes_of_a_batch_may_vary_in_one_graph(path: Path) -> None:

@@ -15,6 +15,8 @@ from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import Path
 from rigs.kernels.walks import ALIGNED
 
+from deltaline_kernels.compat import chunk_gated_delta_rule
+
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none"
 )
@@ -38,12 +40,29 @@ def test_tiles_are_copied_whole_where_there_is_room(
     kind: str, kernel: str, gpu: Gpu, channels: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is compiled, which takes half a minute: the kernels without tiles have at most 96 KiB."""
-    jit = pytest.importorskip("triton.runtime.jit", reason="triton is not installed")
     monkeypatch.setattr(import_module(f"deltaline_kernels.{kind}.chunk"), "can_walk", lambda *_: False)
     batch = make(kind, channels)
     moved = batch.replaced(**{field.name: on_meta(getattr(batch, field.name)) for field in fields(batch)})
+    launched = launches(monkeypatch, gpu)
+    moved.run_public()
+    assert launched[kernel]["TILES"] is expected
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_tiles_go_to_the_caller_s_room_where_that_is_aligned(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.empty(1, 128, 2, 128, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    gates = torch.empty(1, 128, 2, dtype=torch.float32, device="meta")
+    room = torch.empty(v.numel() + offset, dtype=v.dtype, device="meta")[offset:].view(v.shape)
+    monkeypatch.setattr(import_module("deltaline_kernels.gated_delta.chunk"), "can_walk", lambda *_: False)
+    launched = launches(monkeypatch, HOPPER)
+    chunk_gated_delta_rule(q, k, v, gates, gates, core_attn_out=room)
+    assert launched["_advance"]["TILES"] is (offset % 8 == 0)
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> dict[str, Any]:
+    """The options of the kernels that are launched from now on, by name: for that GPU, and not run."""
+    jit = pytest.importorskip("triton.runtime.jit", reason="triton is not installed")
     launched: dict[str, Any] = {}
     monkeypatch.setattr(jit.JITFunction, "run", lambda self, *_, **options: launched.update({self.__name__: options}))
     take_place_of(monkeypatch, gpu)
-    moved.run_public()
-    assert launched[kernel]["TILES"] is expected
+    return launched

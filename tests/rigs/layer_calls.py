@@ -19,6 +19,8 @@ from deltaline_server.errors import DOMAIN
 
 # What grpc.aio's client says, as INTERNAL, of some streams that end while it still writes, whatever their status.
 UNTOLD = "Internal error from Core"
+# How often a call is made that might be told so.
+TRIES = 20
 HIDDEN = 32
 DECODE = pb.ROW_KIND_DECODE
 
@@ -105,12 +107,13 @@ async def streamed(method: Any, messages: Iterable[Any], **options: Any) -> Any:
     """What a server answers to a stream of requests. It's made again where grpc.aio's client lost that: a write that
     fails may put an error of its own in the place of the status."""
     sent = list(messages)
-    while True:
+    for _ in range(TRIES):
         try:
             return await method(iter(sent), **options)
         except grpc.aio.AioRpcError as error:
             if error.details() != UNTOLD:
                 raise
+    raise AssertionError(f"{TRIES} times: {UNTOLD}")
 
 
 async def refused(call: Any) -> grpc.aio.AioRpcError:

@@ -54,6 +54,8 @@ class UnusedRows(Unused, total=False):
     """Likewise, to one that takes token by token."""
 
     chunk_size: int
+    # Other meanings of the arguments.
+    core_attn_out: None
 
 
 class UnusedKda(Unused, total=False):
@@ -62,6 +64,7 @@ class UnusedKda(Unused, total=False):
     use_graph: bool
     max_num_seqs: int | None
     # Other meanings of the arguments.
+    core_attn_out: None
     track_state: None
     track_chunk_idx: None
 

@@ -312,7 +312,7 @@ def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) 
     plan = choose_plan(heads, rows.num_rows, num_tokens, rows.max_length)
     in_parts = plan.num_parts > 1
     ends = empty_ends(inputs, plan)
-    tiles = key_dim == block_k and value_dim % BLOCK_V == 0 and all(map(is_aligned, inputs.tokens))
+    tiles = key_dim == block_k and value_dim % BLOCK_V == 0 and all(map(is_aligned, (*inputs.tokens, o.flatten(1))))
     tiles = tiles and has_room(inputs.v, key_dim)
 
     def advance(blocks: int, *, ends_only: bool) -> None:

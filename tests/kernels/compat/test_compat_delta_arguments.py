@@ -56,7 +56,7 @@ WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (CHUNK, TypeError, "use_gate_in_kernel: expected True or False, got 1", {"use_gate_in_kernel": 1}),
     (ROW, TypeError, "A_log: expected a tensor", {"use_gate_in_kernel": True}),
     (ROW, ValueError, "allow_neg_eigval: expected False, as use_beta", {"allow_neg_eigval": True}),
-    (ROW, TypeError, "core_attn_out: expected no argument of this name", {"core_attn_out": None}),
+    (ROW, ValueError, "core_attn_out: expected None, the only", {"core_attn_out": normal(1)}),
     (UPDATE, TypeError, "is_kda: expected True or False, got 1", {"is_kda": 1}),
     (UPDATE, ValueError, "lower_bound: expected None, as is_kda is False, got -5", {"lower_bound": -5.0}),
     (UPDATE, TypeError, "disable_state_update: expected True or False, got 1", {"disable_state_update": 1}),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rigs.kernels.delta_calls import Case, good_chunk, good_rows, good_update, make_call, make_states
+from rigs.kernels.delta_samples import kda_call
 from rigs.kernels.field_recurrence import field_rows
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
@@ -256,3 +257,21 @@ def test_a_scale_in_the_place_of_the_rates_is_refused() -> None:
     given: list[Any] = [told["q"], told["k"], told["v"], told["g"][..., None].expand(1, 4, 2, 16), told["beta"], 0.5]
     with pytest.raises(TypeError, match=r"^A_log: expected a tensor, got 0.5"):
         fused_recurrent_kda(*given)
+
+
+def test_a_bound_is_handed_on_beside_a_pool_also_where_the_decays_are_there() -> None:
+    """As SGLang has it: A_log alone says that they are to be computed."""
+    told = kda_call(Path("cpu", torch.float32), initial_state_indices=torch.tensor([1, 0]))
+    pools = [torch.zeros(2, 2, 8, 16) for _ in range(2)]
+    bounds = (None, -5.0)
+    outputs = [chunk_kda(**told, initial_state=at, lower_bound=one) for at, one in zip(pools, bounds, strict=True)]
+    assert torch.equal(*outputs) and torch.equal(*pools) and pools[0].any()
+
+
+@pytest.mark.parametrize("function", [CHUNK, ROW, chunk_kda, fused_recurrent_kda], ids=lambda f: f.__name__)
+def test_none_is_no_room_for_outputs(function: Any) -> None:
+    told = good_chunk(Path("cpu", torch.float32), Case([3, 1]))
+    del told["initial_state"]
+    if function not in (CHUNK, ROW):
+        told["g"] = told["g"][..., None].expand(1, 4, 2, 16)
+    assert torch.equal(function(**told, core_attn_out=None)[0], function(**told)[0])

@@ -14,8 +14,6 @@ from rigs.kernels.batches import Row
 from rigs.kernels.delta_calls import good_chunk, good_rows, good_update
 from rigs.kernels.delta_samples import (
     ROWS,
-    chunk_kda_pool,
-    chunk_pool,
     kda_call,
     kda_flash,
     kda_pool,
@@ -274,7 +272,6 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: without(
             good_chunk(path, ROWS), "initial_state", output_final_state=True, state_v_first=False, chunk_size=64
         ),
-        chunk_pool,
     ],
     "chunk_kda": [
         lambda path: kda_call(path, output_final_state=True),
@@ -283,8 +280,6 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
             path, use_gate_in_kernel=True, lower_bound=-5.0, use_beta_sigmoid_in_kernel=True, use_graph=True
         ),
         lambda path: kda_call(path, return_intermediate_states=True, output_final_state=True, cu_seqlens=None),
-        chunk_kda_pool,
-        lambda path: chunk_kda_pool(path, output_intermediate_states=True, cu_seqlens=None),
     ],
     "compat_mhc_post": [streams_mixed],
     "compat_mhc_pre": [

@@ -21,7 +21,6 @@ from deltaline_kernels.compat.delta_rule.raw_gates import parse_gate, with_gates
 from deltaline_kernels.compat.delta_rule.sequences import (
     advance_rows,
     check_states,
-    fake_states_before,
     lay_out,
     new_output,
     new_states,
@@ -61,19 +60,14 @@ def _fake_sequences(
 
 def _fake_chunks(
     q: Tensor,
-    k: Tensor,
     v: Tensor,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     state_v_first: bool | None,
     transpose_state_layout: bool | None,
-    initial_state_indices: Tensor | None,
     **_: Any,
-) -> tuple[Tensor | None, ...]:
-    if initial_state_indices is None:
-        return _fake_sequences(q, v, output_final_state, cu_seqlens, state_v_first, transpose_state_layout)
-    o = _fake_outputs(q, v)
-    return o, None, fake_states_before(k, v, o.shape[2], cu_seqlens)
+) -> tuple[Tensor, Tensor | None]:
+    return _fake_sequences(q, v, output_final_state, cu_seqlens, state_v_first, transpose_state_layout)
 
 
 def _fake_steps(
@@ -100,7 +94,10 @@ def _fake_steps(
 _check_rows = partial(check_unused, kind=UnusedRows)
 
 
-@operator(_fake_chunks, mutates=["initial_state"], results=3, only={"core_attn_out": NoneType}, unused=check_unused)
+# With a pool it would mutate initial_state: to a graph each of its calls would then, also those of expanded states.
+@operator(
+    _fake_chunks, results=2, only={"core_attn_out": NoneType, "initial_state_indices": NoneType}, unused=check_unused
+)
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -9,6 +9,7 @@ the CPU alone.
 """
 
 from functools import partial
+from types import NoneType
 from typing import Any, Unpack
 
 import torch
@@ -56,10 +57,6 @@ def _fake_sequences(
 
 
 def _fake_chunks(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **told: Any) -> Any:
-    if told["initial_state_indices"] is not None:
-        o = v.new_empty(v.shape)
-        states = fake_states_before(k, v, v.shape[2], cu_seqlens) if told["output_intermediate_states"] else None
-        return o if states is None else (o, states)
     found = _fake_sequences(k, v, cu_seqlens=cu_seqlens, **told)
     if not told["return_intermediate_states"]:
         return found
@@ -75,7 +72,8 @@ def _fake_nothing(**_: Any) -> None:
 _check_chunks, _check_rows = (partial(check_unused, kind=kind) for kind in (UnusedKda, UnusedRows))
 
 
-@operator(_fake_chunks, mutates=["initial_state"], results=3, unused=_check_chunks)
+# With a pool it would mutate initial_state: to a graph each of its calls would then, also those of expanded states.
+@operator(_fake_chunks, results=3, only={"initial_state_indices": NoneType}, unused=_check_chunks)
 def chunk_kda(
     q: Tensor,
     k: Tensor,

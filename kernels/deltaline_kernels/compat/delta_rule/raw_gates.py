@@ -27,7 +27,8 @@ def parse_gate(
 
     Args:
         told: `use_gate_in_kernel`, None where the caller does not say it.
-        implied: then A_log says that they are computed. Else parameters of a gate are an oversight, and are refused.
+        implied: then A_log says that they are computed, and a bound without it says nothing. Else parameters of a gate
+            are an oversight, and are refused.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
@@ -38,7 +39,9 @@ def parse_gate(
             raise TypeError(f"{name}: expected a tensor, got {describe(values)}")
     if told is None:
         told = implied and A_log is not None
-        for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
+        # Where A_log says it, a bound is handed on with decays that are there, too.
+        bound = None if implied else lower_bound
+        for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", bound)):
             if value is not None and not told:
                 raise ValueError(f"{name}: expected None, as use_gate_in_kernel is not given, got {describe(value)}")
     check_flag("use_gate_in_kernel", told)
