@@ -84,19 +84,9 @@ def _check_state(xBC: Tensor, state: Tensor, rows: Rows, num_groups: int, dt_lim
     check_rows(rows, xBC.device)
     _, num_heads, head_dim, state_dim = state.shape
     check_positive("num_groups", num_groups)
-    return find_heads(num_groups, num_heads, head_dim, state_dim, _parse_limits(dt_limit))
-
-
-def _parse_limits(dt_limit: Sequence[float]) -> tuple[float, float]:
-    """Return both limits as floats; raise TypeError unless they are two numbers."""
-    if not isinstance(dt_limit, Sequence) or len(dt_limit) != 2 or not all(map(_is_number, dt_limit)):
+    if not isinstance(dt_limit, Sequence):
         raise TypeError(f"dt_limit: expected two numbers, got {dt_limit!r}")
-    least, greatest = dt_limit
-    return float(least), float(greatest)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return find_heads(num_groups, num_heads, head_dim, state_dim, tuple(dt_limit))
 
 
 def _check_inputs(inputs: MambaInputs, state: Tensor, drafts: Tensor) -> None:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class MambaHeads:
 
 @lru_cache(typed=True)
 def find_heads(
-    num_groups: int, num_heads: int, head_dim: int, state_dim: int, dt_limit: tuple[float, float]
+    num_groups: int, num_heads: int, head_dim: int, state_dim: int, dt_limit: tuple[float, ...]
 ) -> MambaHeads:
     """Return the heads of these sizes, checked once for all launches.
 
@@ -53,6 +54,8 @@ def find_heads(
     for name, size in (("P", head_dim), ("S", state_dim)):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise ValueError(f"state: expected {name} of 1..{MAX_HEAD_DIM}, got {size}")
+    if len(dt_limit) != 2 or not all(isinstance(one, Real) and not isinstance(one, bool) for one in dt_limit):
+        raise TypeError(f"dt_limit: expected two numbers, got {dt_limit!r}")
     least, greatest = dt_limit
     if not (0.0 <= least < math.inf and least <= greatest):
         raise ValueError(f"dt_limit: expected 0 <= least <= greatest, got {dt_limit}")

@@ -57,7 +57,7 @@ class BlockStack:
             made = branch.compute(entering, rows, states[layer], tiles)
         if branch.ranks is not None:
             made = branch.ranks.sum(made)
-        return add_scaled(residual, made, branch.scale)
+        return residual + made if branch.scale == 1.0 else add_scaled(residual, made, branch.scale)
 
 
 class EmbeddingStack:

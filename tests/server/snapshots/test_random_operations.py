@@ -610,7 +610,7 @@ def too_long(known: Known) -> bool:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.sweep if name in RARE else ()) for name in MODELS]
 )
-@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [120, pytest.param(10_000, marks=pytest.mark.sweep)])
 async def test_all_goes_on_bitwise_as_what_shares_nothing(name: str, tiers: str, count: int, tmp_path: Path) -> None:
     world = World(name, tmp_path, seed=7, tiers=tiers)
     await world.run(3 * count if tiers else count)

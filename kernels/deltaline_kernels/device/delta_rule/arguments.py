@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import ACTIVATIONS, STATES, check_positive, check_tensor, parse_number
+from deltaline_kernels.checks import ACTIVATIONS, STATES, check_positive, check_tensor
 from deltaline_kernels.device.delta_rule.inputs import DeltaHeads, DeltaInputs, find_heads
 from deltaline_kernels.rows import Rows, check_rows, check_waypoints
 
@@ -18,8 +18,6 @@ def check_heads(
     check_rows(rows, qkv.device)
     _, num_value_heads, value_dim, key_dim = state.shape
     check_positive("num_key_heads", num_key_heads)
-    scale = None if scale is None else parse_number("scale", scale)
-    eps = parse_number("eps", eps)
     heads = find_heads(num_key_heads, num_value_heads, key_dim, value_dim, scale, eps, keyed=keyed)
     check_tensor("qkv", qkv, (None, heads.channels), ACTIVATIONS, qkv.device, row_stride=True)
     return heads

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import MAX_HEAD_DIM
+from deltaline_kernels.checks import MAX_HEAD_DIM, parse_number
 
 # From so many rows x value heads on, short rows are computed by programs that take more of the state each.
 MANY_HEADS = 256
@@ -80,12 +80,12 @@ def find_heads(
     for name, size in (("K", key_dim), ("V", value_dim)):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise ValueError(f"state: expected {name} of 1..{MAX_HEAD_DIM}, got {size}")
-    if scale is not None and not 0.0 < scale < math.inf:
-        raise ValueError(f"scale: expected a positive number, got {scale}")
-    if not 0.0 < eps < math.inf:
-        raise ValueError(f"eps: expected a positive number, got {eps}")
-    scale = key_dim**-0.5 if scale is None else float(scale)
-    return DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, scale, float(eps), keyed)
+    scale = key_dim**-0.5 if scale is None else parse_number("scale", scale)
+    eps = parse_number("eps", eps)
+    for name, value in (("scale", scale), ("eps", eps)):
+        if value <= 0.0:
+            raise ValueError(f"{name}: expected a positive number, got {value}")
+    return DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, scale, eps, keyed)
 
 
 @dataclass(frozen=True, eq=False)
