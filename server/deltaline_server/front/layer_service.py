@@ -303,9 +303,8 @@ class LayerService:
                     is_over = True
                 else:
                     correlation_id, num_bytes, result = answered
-                    yield self._stream_response(
-                        correlation_id, result, client, principal
-                    )  # goes on when gRPC has taken the reply
+                    # Goes on when gRPC has taken the reply.
+                    yield self._stream_response(correlation_id, result, client, principal)
                     num_answered += 1
                     window.release(num_bytes)
                     del answered, result  # as in take()

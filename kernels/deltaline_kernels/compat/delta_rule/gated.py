@@ -53,21 +53,10 @@ def _fake_sequences(
     cu_seqlens: Tensor | None,
     state_v_first: bool | None,
     transpose_state_layout: bool | None,
+    **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     v_first = state_v_first is not False if transpose_state_layout is None else transpose_state_layout
     return _fake_outputs(q, v), _fake_states(q, v, cu_seqlens, v_first) if output_final_state else None
-
-
-def _fake_chunks(
-    q: Tensor,
-    v: Tensor,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    state_v_first: bool | None,
-    transpose_state_layout: bool | None,
-    **_: Any,
-) -> tuple[Tensor, Tensor | None]:
-    return _fake_sequences(q, v, output_final_state, cu_seqlens, state_v_first, transpose_state_layout)
 
 
 def _fake_steps(
@@ -96,7 +85,7 @@ _check_rows = partial(check_unused, kind=UnusedRows)
 
 # With a pool it would mutate initial_state: to a graph each of its calls would then, also those of expanded states.
 @operator(
-    _fake_chunks, results=2, only={"core_attn_out": NoneType, "initial_state_indices": NoneType}, unused=check_unused
+    _fake_sequences, results=2, only={"core_attn_out": NoneType, "initial_state_indices": NoneType}, unused=check_unused
 )
 def chunk_gated_delta_rule(
     q: Tensor,
