@@ -208,12 +208,12 @@ class Server:
         self._tasks.clear()
         self._health.close()
         self.runtime.scheduler.stop()
-        self._layer_service.end_streams()
+        self._layer_service.stepping.end_streams()
         await asyncio.gather(*(one.stop(self._grace_s) for one in (self._server, self.link, self.front_ends)))
         with suppress(TimeoutError):
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
         self.runtime.scheduler.halt()
-        self._layer_service.close()
+        self._layer_service.stepping.close()
         # What waits for a rank that is gone waits for ever.
         limit_s = STOP_GRACE_S if self._place is not None and self.runtime.engine.failed() else None
         with suppress(TimeoutError):

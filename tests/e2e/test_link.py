@@ -41,8 +41,8 @@ from deltaline_client._transport.link.connect import Where, connect
 from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.transport import Transport
 from deltaline_server.app import Server
-from deltaline_server.front import layer_service
 from deltaline_server.front.link.call import Call as ServerCall
+from deltaline_server.front.steps import stepping
 from deltaline_server.memory.mappings import Mappings
 
 
@@ -121,7 +121,7 @@ async def test_steps_that_wait_to_be_taken_leave_replies_their_room(
     make_server: Callable[..., Server], link_option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server takes a step at a time, and more of them are sent than link memory has room for."""
-    monkeypatch.setattr(layer_service, "STREAM_BYTES", 1)
+    monkeypatch.setattr(stepping, "STREAM_BYTES", 1)
     monkeypatch.setattr(link, "REPLY_BYTES", 1 << 20)
     num_tokens = 1024
     async with (

@@ -152,11 +152,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
         serialize: Callable[[Any], bytes] = handler.response_serializer or bytes
         if in_pieces and handler.response_serializer is replies.JOIN:
             serialize = cast(Any, list)
-        # Probes are not worth a trace, and of a stream each step has its own (layer_service.py).
+        # Probes are not worth a trace, and of a stream each step has its own (stepping.py).
         traced = method if method.startswith(TRACED) else None
         audited = AUDITED.get(method) if self._audit is not None else None
         limit_bytes = None if method == _STEP else self._most_bytes
-        # Of our own streams' messages steps have theirs (layer_service.py); reflection answers each.
+        # Of our own streams' messages steps have theirs (stepping.py); reflection answers each.
         turns = None if method.startswith(TRACED) else self._turns
 
         async def unary(body: Any, context: Context) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 from deltaline_client._steps.packing import CHUNK_BYTES, WINDOW_BYTES, requests_in_flight
 from deltaline_client._transport.channels.channel import MAX_MESSAGE_BYTES, MAX_TENSOR_BYTES
 from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES
-from deltaline_server.front.layer_service import STREAM_BYTES
+from deltaline_server.front.steps.stepping import STREAM_BYTES
 
 
 @pytest.mark.parametrize(("inline", "steps", "expected"), [(2**30, 8, 4), (2**20, 8, 8), (2**20, 3, 3), (1, 0, 1)])

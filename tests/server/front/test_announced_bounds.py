@@ -9,17 +9,18 @@ import pytest
 
 from deltaline import link
 from deltaline.sizes import spelled_bytes
-from deltaline_server.front import grpc_port, layer_service, requests
+from deltaline_server.front import grpc_port, requests
 from deltaline_server.front.ends import forward, memory, reader
 from deltaline_server.front.link import held
 from deltaline_server.front.link.memory import MAX_REGIONS
 from deltaline_server.front.port import descriptors, gate
 from deltaline_server.front.port.memory import most_bytes, most_half_sent_bytes
+from deltaline_server.front.steps import stepping
 
 DOCS = Path(__file__).parents[3] / "docs"
 INLINE_BYTES = 4 << 20
 MESSAGE_BYTES = INLINE_BYTES + grpc_port.MESSAGE_SLACK_BYTES
-STREAM_BYTES, ALL_BYTES = (spelled_bytes(one) for one in (layer_service.STREAM_BYTES, layer_service.ALL_STREAMS_BYTES))
+STREAM_BYTES, ALL_BYTES = (spelled_bytes(one) for one in (stepping.STREAM_BYTES, stepping.ALL_STREAMS_BYTES))
 FRONT_END_BYTES, FRONT_END_MESSAGES = memory.most_bytes(0), memory.most_bytes(1) - memory.most_bytes(0)
 
 ANNOUNCED = {
@@ -48,7 +49,7 @@ ANNOUNCED = {
     "protocol.md": [
         f"have {requests.most_bytes(2**20 + 1) - requests.most_bytes(2**20)} bytes for each of `max_sequences`, "
         f"{requests.MAX_SNAPSHOTS:,} at least, and {spelled_bytes(requests.OTHER_BYTES)} besides",
-        f"at most {layer_service.STREAM_STEPS} steps, and {STREAM_BYTES} of tensors in messages, that are not answered",
+        f"at most {stepping.STREAM_STEPS} steps, and {STREAM_BYTES} of tensors in messages, that are not answered",
         f"All streams together hold at most {ALL_BYTES};",
         f"A packet has at most {spelled_bytes(link.MAX_PACKET_BYTES)}.",
         f"Of one call at most {link.STREAM_MESSAGES} messages may be sent that are not TAKEN",

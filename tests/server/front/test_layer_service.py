@@ -20,10 +20,10 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server import finite, step
 from deltaline_server.app import Server
 from deltaline_server.finite import checksum, finite_rows
-from deltaline_server.front import layer_service
 from deltaline_server.front.identity import Identity
 from deltaline_server.front.layer_service import LayerService
 from deltaline_server.front.requests import Served
+from deltaline_server.front.steps import stepping
 from deltaline_server.front.trust.principals import Principals
 from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.front.trust.turns import Turns
@@ -49,7 +49,7 @@ async def test_a_line_is_free_once_the_last_step_of_its_closed_sequence_is_answe
     context: Any = None
     as_anonymous()
     assert await service.open_sequences(pb.OpenSequencesRequest(count=1), context)
-    service.close()
+    service.stepping.close()
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ async def test_life_of_a_sequence(stub: Any) -> None:
 
 async def test_rows_of_a_large_tensor_are_told_apart_by_a_thread(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a value that is not finite would stop the event loop, for seconds if the tensor is large enough."""
-    monkeypatch.setattr(layer_service, "LARGE_BYTES", 1)
+    monkeypatch.setattr(stepping, "LARGE_BYTES", 1)
     threads: list[str] = []
 
     def noted(values: Any, starts: Any) -> Any:
@@ -109,7 +109,7 @@ async def test_rows_of_a_large_tensor_are_told_apart_by_a_thread(stub: Any, monk
 async def test_large_prefill_of_which_little_comes_back_is_kept_as_a_checksum_by_threads(
     stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_service, "LARGE_BYTES", 1)
+    monkeypatch.setattr(stepping, "LARGE_BYTES", 1)
     for module in (step, kept_replies):
         monkeypatch.setattr(module, "WHOLE_REQUEST_BYTES", 16)
     threads: list[str] = []

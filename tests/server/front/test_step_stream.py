@@ -20,11 +20,11 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2_grpc
 from deltaline_server.app import Server
-from deltaline_server.front import layer_service
 from deltaline_server.front.flow_control import StreamWindow
-from deltaline_server.front.layer_service import STREAM_STEPS
+from deltaline_server.front.steps import stepping
 from deltaline_server.front.steps.step_message import StreamStep
 from deltaline_server.front.steps.step_parser import StepParser
+from deltaline_server.front.steps.stepping import STREAM_STEPS
 
 
 async def test_stream_answers_out_of_order_and_outlives_a_bad_step(stub: Any, engine: HeldEngine) -> None:
@@ -118,7 +118,7 @@ async def test_streams_together_take_bounded_bytes_and_each_one_step(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a stream held is free when it is cancelled, and streams that wait for it go on."""
-    monkeypatch.setattr(layer_service, "ALL_STREAMS_BYTES", 3 * 20 * HIDDEN * 4)
+    monkeypatch.setattr(stepping, "ALL_STREAMS_BYTES", 3 * 20 * HIDDEN * 4)
     async with make_server(max_sequences=12) as server, grpc.aio.insecure_channel(server.address) as channel:
         engine = HeldEngine(server, monkeypatch)
         stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
@@ -160,7 +160,7 @@ async def test_of_a_refused_step_nothing_is_held_while_it_waits_for_room(
         messages.append(weakref.ref(waypoints))
         return parsed._replace(step=parsed.step._replace(waypoints=waypoints))
 
-    monkeypatch.setattr(layer_service, "StreamWindow", Waiting)
+    monkeypatch.setattr(stepping, "StreamWindow", Waiting)
     monkeypatch.setattr(StepParser, "parse_stream_step", parse_watched)
     async with make_server() as server, grpc.aio.insecure_channel(server.address) as channel:
         stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
@@ -204,7 +204,7 @@ async def test_a_message_that_ends_its_stream_is_not_held_until_that_ends(
 async def test_streams_of_a_principal_leave_others_their_share(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(layer_service, "ALL_STREAMS_BYTES", 10 * 20 * HIDDEN * 4)
+    monkeypatch.setattr(stepping, "ALL_STREAMS_BYTES", 10 * 20 * HIDDEN * 4)
     file = write_principals(tmp_path / "principals.toml", entry("team", "step"))
     async with (
         make_server(max_sequences=20, principals=file) as server,
@@ -233,7 +233,7 @@ async def test_reader_that_stops_holds_the_writer(
 ) -> None:
     """Replies of 128 KiB that nobody reads: only what is in the transport's windows and in the room gets through."""
     num_tokens, count, room = 1024, 80, 4
-    monkeypatch.setattr(layer_service, "STREAM_BYTES", room * num_tokens * HIDDEN * 4)
+    monkeypatch.setattr(stepping, "STREAM_BYTES", room * num_tokens * HIDDEN * 4)
     async with make_server(max_sequences=1) as server, grpc.aio.insecure_channel(server.address) as channel:
         submitted = 0
         submit = server.runtime.scheduler.submit

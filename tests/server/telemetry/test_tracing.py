@@ -33,7 +33,7 @@ from deltaline_client import AsyncClient, Client
 from deltaline_server import app
 from deltaline_server.app import Server
 from deltaline_server.config import Config, ConfigError
-from deltaline_server.front import layer_service
+from deltaline_server.front.steps import stepping
 from deltaline_server.log import JsonFormatter
 from deltaline_server.telemetry.collector import begin_tracing
 from deltaline_server.telemetry.tracing import Tracing, parent_of
@@ -325,7 +325,7 @@ async def test_refusals_and_bugs_are_told(
         raise ZeroDivisionError("planted")
 
     monkeypatch.setattr(server.runtime.scheduler, "submit", planted)
-    monkeypatch.setattr(layer_service, "LARGE_BYTES", 1 << 30)
+    monkeypatch.setattr(stepping, "LARGE_BYTES", 1 << 30)
     with pytest.raises(grpc.aio.AioRpcError):
         await stub.Step(prefill(opened))
     request = pb.StepStreamRequest(correlation_id=1, step=prefill(opened), traceparent=HEADER.encode())
