@@ -104,19 +104,8 @@ class Runtime:
         computing = Computing.load(config, place, progress)
         model, pool, executor, limits = computing.model, computing.pool, computing.executor, computing.limits
         engine = Engine(executor, model.device)
-        num_spans = len(model.spans)
         adapters = Adapters.build(config, model, computing.options, clock, call_soon, computing.adapter_way)
-        table = SequenceTable(
-            lines=line_pool(config, model, pool, engine),
-            ledger=StepLedger(num_spans, config.max_sequences, MAX_STEPS_IN_FLIGHT),
-            replies=KeptReplies(num_spans, config.max_sequences, config.reply_bytes),
-            adapters=SequenceAdapters(config.max_sequences, None if adapters is None else adapters.registry),
-            num_slots=config.max_sequences,
-            default_lease_s=config.default_lease_ms / 1000,
-            max_lease_s=config.max_lease_ms / 1000,
-            lease_tick_s=LEASE_TICK_S,
-            clock=clock,
-        )
+        table = _sequence_table(config, line_pool(config, model, pool, engine), len(model.spans), adapters, clock)
         capture = Capture(table, engine.place_pages)
         snapshots = SnapshotTable(
             table=table,
@@ -129,13 +118,9 @@ class Runtime:
             wall_clock=wall_clock,
             stored_limit=STORED_LIMIT if config.host_state_bytes else 0,
         )
+        waypoints = WaypointTable(table, capture, snapshots)
         scheduler = Scheduler(
-            table=table,
-            engine=engine,
-            limits=limits,
-            observer=observer,
-            clock=clock,
-            waypoints=WaypointTable(table, capture, snapshots),
+            table=table, engine=engine, limits=limits, observer=observer, clock=clock, waypoints=waypoints
         )
         if adapters is not None:
             adapters.registry.places.on_copied = scheduler.adapter_wait.copied
@@ -153,21 +138,21 @@ class Runtime:
         mover = Mover.of(config, passage, table, tiers.directory, wall_clock)
         drain = Drain(mover, table, scheduler, config.drain_timeout_s, clock)
         return cls(
-            config,
-            model,
-            pool,
-            executor,
-            engine,
-            table,
-            scheduler,
-            states,
-            passage,
-            mover,
-            drain,
-            regions,
-            link_regions,
-            adapters,
-            tiers,
+            config=config,
+            model=model,
+            pool=pool,
+            executor=executor,
+            engine=engine,
+            table=table,
+            scheduler=scheduler,
+            states=states,
+            passage=passage,
+            mover=mover,
+            drain=drain,
+            regions=regions,
+            link_regions=link_regions,
+            adapters=adapters,
+            tiers=tiers,
         )
 
     @property
@@ -307,6 +292,23 @@ def line_pool(config: Config, model: Model, pool: StatePool, engine: Engine) -> 
     """What hands out the lines of a pool, and their pages."""
     snapshot_lines, spare_lines = config.snapshot_lines_beside(config.max_sequences), spare_lines_of(config)
     return LinePool(pool.num_lines, engine.zero_lines, page_pool(model, pool), snapshot_lines, spare_lines)
+
+
+def _sequence_table(
+    config: Config, lines: LinePool, num_spans: int, adapters: Adapters | None, clock: Callable[[], float]
+) -> SequenceTable:
+    """The sequences of a server, with the books of their steps; none is open."""
+    return SequenceTable(
+        lines=lines,
+        ledger=StepLedger(num_spans, config.max_sequences, MAX_STEPS_IN_FLIGHT),
+        replies=KeptReplies(num_spans, config.max_sequences, config.reply_bytes),
+        adapters=SequenceAdapters(config.max_sequences, None if adapters is None else adapters.registry),
+        num_slots=config.max_sequences,
+        default_lease_s=config.default_lease_ms / 1000,
+        max_lease_s=config.max_lease_ms / 1000,
+        lease_tick_s=LEASE_TICK_S,
+        clock=clock,
+    )
 
 
 def page_pool(model: Model, pool: StatePool) -> PagePool | None:
