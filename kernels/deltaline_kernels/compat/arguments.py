@@ -312,6 +312,14 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name}: expected True or False, got {describe(value)}")
 
 
+def check_is(wanted: object, reason: str, **given: object) -> None:
+    """Raise ValueError for an argument that is not `wanted`, None, True or False: all that it may be for a `reason`."""
+    for name, value in given.items():
+        if value is not wanted:
+            got = "a tensor" if isinstance(value, Tensor) else describe(value)
+            raise ValueError(f"{name}: expected {wanted}, {reason}, got {got}")
+
+
 def parse_pad(pad_slot_id: int, null_block_id: int | None) -> int:
     """Return the index of padding rows besides those below 0: `null_block_id` where it is given."""
     check_integer("pad_slot_id", pad_slot_id)

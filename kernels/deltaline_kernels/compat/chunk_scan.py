@@ -7,6 +7,7 @@ is checked on the CPU alone.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -110,15 +111,7 @@ def mamba_chunk_scan_combined_varlen(
     starts, has_history = cu_seqlens.contiguous(), initial_states is not None
     rows = EngineRows(num_rows, num_tokens, 0, starts, None, None, -1, has_history, None)
     sizes = {"H": heads.num_heads, "P": heads.head_dim, "S": heads.state_dim}
-    if initial_states is not None:
-        check_beside("initial_states", initial_states, {"N": num_rows, **sizes}, ACTIVATIONS, x.device)
-    if final_states_out is not None:
-        check_pool("final_states_out", final_states_out, {"slots": None, **sizes}, x.device)
-        if final_state_indices is None:
-            raise TypeError("final_state_indices: expected a tensor, as final_states_out is given, got None")
-        check_counts("final_state_indices", final_state_indices, num_rows, x.device)
-    if state_dtype is not None and state_dtype not in STATES:
-        raise TypeError(f"state_dtype: expected {' or '.join(map(str, STATES))}, got {state_dtype}")
+    _check_states(initial_states, final_states_out, final_state_indices, state_dtype, num_rows, sizes, x.device)
     if x.device.type == "cpu":
         _check_contents(rows, num_tokens, final_states_out, final_state_indices)
     final = final_states_out
@@ -175,6 +168,27 @@ def _pack_inputs(
     bias = None if dt_bias is None else _pack(dt_bias, dtype)
     steps, rates = _pack(dt, dtype), _pack(A, dtype)
     return MambaInputs(xBC, steps, rates, skip, bias, heads, log_rate=False, softplus=softplus)
+
+
+def _check_states(
+    initial: Tensor | None,
+    final: Tensor | None,
+    indices: Tensor | None,
+    dtype: torch.dtype | None,
+    num_rows: int,
+    sizes: Mapping[str, int],
+    device: torch.device,
+) -> None:
+    """Check what states begin with and where they go; sizes: of one."""
+    if initial is not None:
+        check_beside("initial_states", initial, {"N": num_rows, **sizes}, ACTIVATIONS, device)
+    if final is not None:
+        check_pool("final_states_out", final, {"slots": None, **sizes}, device)
+        if indices is None:
+            raise TypeError("final_state_indices: expected a tensor, as final_states_out is given, got None")
+        check_counts("final_state_indices", indices, num_rows, device)
+    if dtype is not None and dtype not in STATES:
+        raise TypeError(f"state_dtype: expected {' or '.join(map(str, STATES))}, got {dtype}")
 
 
 def _check_contents(rows: EngineRows, num_tokens: int, pool: Tensor | None, slots: Tensor | None) -> None:

@@ -23,6 +23,7 @@ from deltaline_kernels.compat.arguments import (
     UnusedMambaSteps,
     check_flag,
     check_indices,
+    check_is,
     check_operand,
     check_unused,
     parse_pad,
@@ -264,9 +265,8 @@ def _find_slots(
     """Return what the indices say, or None if there are none."""
     names = ("state_batch_indices", "dst_state_batch_indices")
     if slots is None:
-        for name, given in ((names[1], targets), ("num_accepted_tokens", accepted)):
-            if given is not None:
-                raise ValueError(f"{name}: expected None, as {names[0]} is not given, got a tensor")
+        given = {names[1]: targets, "num_accepted_tokens": accepted}
+        check_is(None, f"as {names[0]} is not given", **given)
         return None
     if accepted is None:
         slots = _first_column(names[0], slots)

@@ -92,16 +92,7 @@ def fused_experts(
         raise ValueError(f"activation: expected 'silu', the only one that is offered, got {describe(activation)}")
     if apply_router_weight_on_input:
         raise ValueError("apply_router_weight_on_input: expected False, the only meaning that is offered, got True")
-    experts = topk_ids
-    if expert_map is not None:
-        check_operand("expert_map", expert_map, {"experts": None}, INTEGERS, device, "hidden_states")
-        last = expert_map.shape[0] - 1
-        if last < 0:
-            raise ValueError("expert_map: expected at least 1 expert, got none")
-        experts = torch.where((topk_ids < 0) | (topk_ids > last), -1, expert_map[topk_ids.clamp(0, last).long()])
-    if experts.dtype != torch.int32:
-        # What is no expert here stays none when it is narrowed.
-        experts = experts.clamp(-1, w1.shape[0]).to(torch.int32)
+    experts = _find_experts(topk_ids, expert_map, w1.shape[0])
     told: Quantisation = (use_fp8_w8a8, w1_scale, w2_scale, (a1_scale, a2_scale), block_shape)
     if quant_config is not None:
         if use_fp8_w8a8:
@@ -112,6 +103,19 @@ def fused_experts(
     routes = topk_weights.float().contiguous(), experts.contiguous()
     out = run_experts(x, w1, w2, *routes, gate_up_scales=scales[0], down_scales=scales[1])
     return hidden_states.copy_(out) if inplace else out
+
+
+def _find_experts(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tensor:
+    """Return which of the weights a choice is, int32, below 0 or beyond the last: none. Raises as `fused_experts`."""
+    experts = topk_ids
+    if expert_map is not None:
+        check_operand("expert_map", expert_map, {"experts": None}, INTEGERS, topk_ids.device, "hidden_states")
+        last = expert_map.shape[0] - 1
+        if last < 0:
+            raise ValueError("expert_map: expected at least 1 expert, got none")
+        experts = torch.where((topk_ids < 0) | (topk_ids > last), -1, expert_map[topk_ids.clamp(0, last).long()])
+    # What is no expert here stays none when it is narrowed.
+    return experts if experts.dtype == torch.int32 else experts.clamp(-1, num_experts).to(torch.int32)
 
 
 def _read_config(config: Any) -> Quantisation:

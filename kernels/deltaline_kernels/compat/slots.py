@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import STATES
-from deltaline_kernels.compat.arguments import INTEGERS, EngineRows, check_operand
+from deltaline_kernels.compat.arguments import INTEGERS, EngineRows, check_is, check_operand
 from deltaline_kernels.compat.recurrence import AnyInputs, Operation, advance
 from deltaline_kernels.compat.rows import check_lines, check_offsets
 
@@ -77,9 +77,9 @@ def check_slots(rows: EngineRows, given: Slots, num_tokens: int) -> Slots:
     if targets is not None:
         _check_rows(given.final_name, targets, n, device, 2 if is_table else 1)
         targets = targets[:n]
+    if not is_table:
+        check_is(None, f"as {given.name} is no table", num_accepted_tokens=accepted)
     if accepted is not None:
-        if not is_table:
-            raise ValueError(f"num_accepted_tokens: expected None, as {given.name} is no table, got a tensor")
         _check_rows("num_accepted_tokens", accepted, n, device, 1)
         accepted = accepted[:n]
     if is_table:

@@ -71,6 +71,7 @@ class Check:
         return self.error <= self.limit
 
 
+# Long by its sizes and what they mean: a model has so many, and a server tells all of them at once.
 def run_selftest(
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
@@ -167,21 +168,18 @@ def run_selftest(
     if streams:
         parts.append(partial(compare_mhc, streams=streams, hidden=hidden, dtype=dtype))
     if router:
-        for num_tokens, in_fp8 in product(tokens_of_experts(router, num_experts, device), experts_in_fp8):
-            parts.append(
-                partial(
-                    compare_moe,
-                    num_tokens=num_tokens,
-                    router=router,
-                    num_experts=num_experts,
-                    hidden=hidden,
-                    inner=expert_dim,
-                    activation=expert_activation,
-                    limit=mlp_limit,
-                    in_fp8=in_fp8,
-                    dtype=dtype,
-                )
-            )
+        experts = partial(
+            compare_moe,
+            router=router,
+            num_experts=num_experts,
+            hidden=hidden,
+            inner=expert_dim,
+            activation=expert_activation,
+            limit=mlp_limit,
+            dtype=dtype,
+        )
+        batches_of_tokens = tokens_of_experts(router, num_experts, device)
+        parts += [partial(experts, num_tokens=n, in_fp8=fp8) for n, fp8 in product(batches_of_tokens, experts_in_fp8)]
     return _compare(parts, limit, torch.device(device))
 
 

@@ -22,6 +22,7 @@ from deltaline_kernels.compat.arguments import (
     check_flag,
     check_indices,
     check_integer,
+    check_is,
     check_operand,
     check_states,
     check_unused,
@@ -140,9 +141,7 @@ def causal_conv1d_fn(
         _refuse(seq_idx=seq_idx, initial_states=initial_states)
         _refuse(return_final_states=return_final_states, final_states_out=final_states_out)
     elif seq_idx is not None or initial_states is not None or return_final_states or final_states_out is not None:
-        for name, given in (("cache_indices", cache_indices), ("has_initial_state", has_initial_state)):
-            if given is not None:
-                raise ValueError(f"{name}: expected None, as conv_states is None, got {type(given).__name__}")
+        check_is(None, "as conv_states is None", cache_indices=cache_indices, has_initial_state=has_initial_state)
         return convolve_batch(
             x, weight, bias, seq_idx, initial_states, final_states_out, final=return_final_states, silu=silu
         )
@@ -166,7 +165,7 @@ def causal_conv1d_fn(
     if has_initial_state is not None:
         check_indices("has_initial_state", has_initial_state, device, num_rows, (torch.bool,), more=True)
         if conv_states is None:
-            raise ValueError("has_initial_state: expected None, as conv_states is None, got a tensor")
+            check_is(None, "as conv_states is None", has_initial_state=has_initial_state)
     history = False if has_initial_state is None else has_initial_state[:num_rows].contiguous()
     pad = -1 if cache_indices is None else skip
     longest = length if is_batch else num_tokens

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import INTEGERS, EngineRows, check_filter, check_operand
+from deltaline_kernels.compat.arguments import INTEGERS, EngineRows, check_filter, check_is, check_operand
 from deltaline_kernels.compat.conv1d.by_device import convolve
 from deltaline_kernels.compat.conv1d.tokens import find_sequences, pack_tokens, unpack_tokens
 
@@ -28,7 +28,7 @@ def convolve_batch(
     shape = {"batch": batch, "dim": dim, "width - 1": width - 1}
     if final_states_out is not None:
         if not final:
-            raise ValueError("final_states_out: expected None, as return_final_states is False, got a tensor")
+            check_is(None, "as return_final_states is False", final_states_out=final_states_out)
         check_operand("final_states_out", final_states_out, shape, device=device)
     history = initial_states is not None
     if initial_states is None:

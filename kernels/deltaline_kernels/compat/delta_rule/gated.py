@@ -15,7 +15,15 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import Unused, UnusedRows, check_flag, check_operand, check_unused, describe
+from deltaline_kernels.compat.arguments import (
+    Unused,
+    UnusedRows,
+    check_flag,
+    check_is,
+    check_operand,
+    check_unused,
+    describe,
+)
 from deltaline_kernels.compat.delta_inputs import narrow, pack_delta
 from deltaline_kernels.compat.delta_rule.raw_gates import parse_gate, with_gates
 from deltaline_kernels.compat.delta_rule.sequences import (
@@ -161,17 +169,11 @@ def chunk_gated_delta_rule(
     if inplace_update is not None:
         check_flag("inplace_update", inplace_update)
     if initial_state_indices is None:
-        if inplace_update is not None:
-            raise ValueError(
-                f"inplace_update: expected None, as initial_state_indices is not given, got {inplace_update}"
-            )
+        check_is(None, "as initial_state_indices is not given", inplace_update=inplace_update)
         return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=True, o=o)
-    for name, flag, wanted in (
-        ("output_final_state", output_final_state, False),
-        ("state_v_first", v_first, True),
-    ):
-        if flag is not wanted:
-            raise ValueError(f"{name}: expected {wanted}, as initial_state_indices is given, got {flag}")
+    given = "as initial_state_indices is given"
+    check_is(False, given, output_final_state=output_final_state)
+    check_is(True, given, state_v_first=v_first)
     keep = inplace_update is not False
     o, states = run_pool(inputs, v, rows, initial_state, initial_state_indices, keep=keep, between=k.dtype, o=o)
     return o, None, states
@@ -258,38 +260,29 @@ def fused_recurrent_gated_delta_rule(
     if gate is not None and g is None:
         raise TypeError("g: expected a tensor, as use_gate_in_kernel is True, got NoneType")
     tokens, gates = (narrow(q), narrow(k), narrow(v)), {"g": narrow(g), "beta": narrow(beta)}
-    without = {"g": 0.0, "beta": 1.0}
-    inputs = pack_delta(*tokens, gates, scale, normalize=use_qk_l2norm_in_kernel, optional=without)
+    optional = {"g": 0.0, "beta": 1.0}
+    inputs = pack_delta(*tokens, gates, scale, normalize=use_qk_l2norm_in_kernel, optional=optional)
     inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rows = lay_out(v, cu_seqlens)
     if output_final_state is not None:
-        beside = {
-            "ssm_state_indices": ssm_state_indices,
-            "num_accepted_tokens": num_accepted_tokens,
-            "output_state_indices": output_state_indices,
-            "final_state": final_state,
-        }
-        for name, given in beside.items():
-            if given is not None:
-                raise ValueError(f"{name}: expected None, as output_final_state is given, got a tensor")
+        given = "as output_final_state is given"
+        check_is(None, given, ssm_state_indices=ssm_state_indices, num_accepted_tokens=num_accepted_tokens)
+        check_is(None, given, output_state_indices=output_state_indices, final_state=final_state)
         return run_sequences(inputs, v, rows, narrow(initial_state), output_final_state, v_first, chunked=False)
-    if not v_first:
-        raise ValueError("state_v_first: expected True, as output_final_state is not given, got False")
+    check_is(True, "as output_final_state is not given", state_v_first=v_first)
     if ssm_state_indices is not None:
-        if not inplace_final_state:
-            raise ValueError("inplace_final_state: expected True, as ssm_state_indices is given, got False")
+        check_is(True, "as ssm_state_indices is given", inplace_final_state=inplace_final_state)
         pool = check_states("initial_state", initial_state, inputs)
         final = None if final_state is None else check_states("final_state", final_state, inputs)
         names = ("ssm_state_indices", "output_state_indices")
         slots = Slots(names[0], pool, ssm_state_indices, final, output_state_indices, names[1], num_accepted_tokens)
         o = advance_slots(run_rule, inputs, rows, slots, new_output(inputs, v))
         return shape_output(o, v), pool if final is None else final
-    for name, given in (("num_accepted_tokens", num_accepted_tokens), ("output_state_indices", output_state_indices)):
-        if given is not None:
-            raise ValueError(f"{name}: expected None, as ssm_state_indices is not given, got a tensor")
-    for name, given in (("initial_state", initial_state), ("final_state", final_state)):
-        if given is not None:
-            check_states(name, given, inputs, rows.num_rows)
+    without = "as ssm_state_indices is not given"
+    check_is(None, without, num_accepted_tokens=num_accepted_tokens, output_state_indices=output_state_indices)
+    for name, states in (("initial_state", initial_state), ("final_state", final_state)):
+        if states is not None:
+            check_states(name, states, inputs, rows.num_rows)
     if final_state is None:
         is_kept = inplace_final_state and initial_state is not None
         final_state = initial_state if is_kept else new_states(rows, inputs, initial_state)

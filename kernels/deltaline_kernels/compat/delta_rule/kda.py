@@ -15,7 +15,15 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import UnusedKda, UnusedRows, check_flag, check_operand, check_unused, describe
+from deltaline_kernels.compat.arguments import (
+    UnusedKda,
+    UnusedRows,
+    check_flag,
+    check_is,
+    check_operand,
+    check_unused,
+    describe,
+)
 from deltaline_kernels.compat.delta_inputs import narrow, pack_delta
 from deltaline_kernels.compat.delta_rule.raw_gates import parse_gate, with_gates
 from deltaline_kernels.compat.delta_rule.sequences import (
@@ -167,16 +175,12 @@ def chunk_kda(
     rows = lay_out(v, cu_seqlens)
     between = k.dtype if return_intermediate_states or output_intermediate_states else None
     if initial_state_indices is not None:
-        for name, flag in (
-            ("output_final_state", output_final_state),
-            ("return_intermediate_states", return_intermediate_states),
-        ):
-            if flag:
-                raise ValueError(f"{name}: expected False, as initial_state_indices is given, got True")
+        given = "as initial_state_indices is given"
+        check_is(False, given, output_final_state=output_final_state)
+        check_is(False, given, return_intermediate_states=return_intermediate_states)
         o, states = run_pool(inputs, v, rows, initial_state, initial_state_indices, between=between)
         return o if states is None else (o, states)
-    if output_intermediate_states:
-        raise ValueError("output_intermediate_states: expected False, as initial_state_indices is not given, got True")
+    check_is(False, "as initial_state_indices is not given", output_intermediate_states=output_intermediate_states)
     return run_sequences(inputs, v, rows, initial_state, output_final_state, v_first, chunked=True, between=between)
 
 
@@ -236,23 +240,15 @@ def fused_recurrent_kda(
     inputs = with_gates(inputs, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rows = lay_out(v, cu_seqlens)
     has_pool = ssm_state_indices is not None
+    given = f"as ssm_state_indices is {'given' if has_pool else 'not given'}"
     if inplace_final_state is not None:
         check_flag("inplace_final_state", inplace_final_state)
-        if inplace_final_state is not has_pool:
-            word = "given" if has_pool else "not given"
-            raise ValueError(
-                f"inplace_final_state: expected {has_pool}, as ssm_state_indices is {word}, got {not has_pool}"
-            )
+        check_is(has_pool, given, inplace_final_state=inplace_final_state)
     if ssm_state_indices is None:
-        if num_accepted_tokens is not None:
-            raise ValueError("num_accepted_tokens: expected None, as ssm_state_indices is not given, got a tensor")
+        check_is(None, given, num_accepted_tokens=num_accepted_tokens)
         return run_sequences(inputs, v, rows, narrow(initial_state), output_final_state, v_first, chunked=False)
-    for name, flag, wanted in (
-        ("state_v_first", v_first, True),
-        ("output_final_state", output_final_state, False),
-    ):
-        if flag is not wanted:
-            raise ValueError(f"{name}: expected {wanted}, as ssm_state_indices is given, got {flag}")
+    check_is(True, given, state_v_first=v_first)
+    check_is(False, given, output_final_state=output_final_state)
     pool = check_states("initial_state", initial_state, inputs)
     slots = Slots("ssm_state_indices", pool, ssm_state_indices, accepted=num_accepted_tokens)
     return shape_output(advance_slots(run_rule, inputs, rows, slots, new_output(inputs, v)), v), pool

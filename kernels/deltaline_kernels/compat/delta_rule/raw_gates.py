@@ -6,7 +6,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import check_flag, describe, parse_bound
+from deltaline_kernels.compat.arguments import check_flag, check_is, describe, parse_bound
 from deltaline_kernels.compat.delta_inputs import pack_biases, pack_rates
 from deltaline_kernels.compat.delta_rule.gate import fused_kda_gate
 from deltaline_kernels.device.delta_rule.inputs import DeltaInputs
@@ -41,9 +41,8 @@ def parse_gate(
         told = implied and A_log is not None
         # Where A_log says it, a bound is handed on with decays that are there, too.
         bound = None if implied else lower_bound
-        for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", bound)):
-            if value is not None and not told:
-                raise ValueError(f"{name}: expected None, as use_gate_in_kernel is not given, got {describe(value)}")
+        if not told:
+            check_is(None, "as use_gate_in_kernel is not given", A_log=A_log, dt_bias=dt_bias, lower_bound=bound)
     check_flag("use_gate_in_kernel", told)
     return (A_log, dt_bias, lower_bound) if told else None
 

@@ -11,10 +11,10 @@ from deltaline_kernels.compat.arguments import (
     INTEGERS,
     UnusedDeltaSteps,
     check_flag,
+    check_is,
     check_number,
     check_operand,
     check_unused,
-    describe,
     parse_bound,
 )
 from deltaline_kernels.compat.delta_inputs import check_beside, pack_biases, pack_delta, pack_rates
@@ -123,17 +123,15 @@ def fused_sigmoid_gating_delta_rule_update(
     if not inplace_final_state:
         raise ValueError("inplace_final_state: expected True, the only meaning that is offered, got False")
     of_vllm = initial_state is not None
-    beside = {"ssm_state_indices": ssm_state_indices, "num_accepted_tokens": num_accepted_tokens}
     if of_vllm:
-        beside = {"initial_state_source": initial_state_source, "initial_state_indices": initial_state_indices}
-    for name, given in beside.items():
-        if given is not None:
-            word = "given" if of_vllm else "not given"
-            raise ValueError(f"{name}: expected None, as initial_state is {word}, got {describe(given)}")
-    if of_vllm and disable_state_update:
-        raise ValueError("disable_state_update: expected False, as initial_state is given, got True")
-    if lower_bound is not None and not is_kda:
-        raise ValueError(f"lower_bound: expected None, as is_kda is False, got {lower_bound}")
+        given = "as initial_state is given"
+        check_is(None, given, initial_state_source=initial_state_source, initial_state_indices=initial_state_indices)
+        check_is(False, given, disable_state_update=disable_state_update)
+    else:
+        without = "as initial_state is not given"
+        check_is(None, without, ssm_state_indices=ssm_state_indices, num_accepted_tokens=num_accepted_tokens)
+    if not is_kda:
+        check_is(None, "as is_kda is False", lower_bound=lower_bound)
     lower_bound = parse_bound("lower_bound", lower_bound)
     v = check_operand("v", v, dict.fromkeys(("batch", "tokens", "HV", "V")))
     normalize = use_qk_l2norm_in_kernel
@@ -159,16 +157,22 @@ def fused_sigmoid_gating_delta_rule_update(
         num_accepted_tokens,
         keep=not disable_state_update,
     )
-    if lower_bound is not None or (softplus_beta, softplus_threshold) == (SOFTPLUS_BETA, SOFTPLUS_THRESHOLD):
-        inputs = replace(inputs, A_log=rates, dt_bias=biases, lower_bound=lower_bound)
-    else:
-        rise = F.softplus(inputs.a.float() + biases.float(), softplus_beta, softplus_threshold)
-        rates = rates.float().exp().repeat_interleave(inputs.heads.num_decays // len(rates))
-        inputs = replace(inputs, a=-rates * rise, b=inputs.b.float().sigmoid())
+    inputs = _with_decays(inputs, rates, biases, lower_bound, (softplus_beta, softplus_threshold))
     o = shape_output(advance_slots(run_rule, inputs, rows, slots, new_output(inputs, v)), v)
     if initial_state is None:
         return o
     return o, initial_state if final_state is None else final_state
+
+
+def _with_decays(
+    inputs: DeltaInputs, rates: Tensor, biases: Tensor, bound: float | None, softplus: tuple[float, float]
+) -> DeltaInputs:
+    """Return tokens of which the kernels compute the decays, or with these where their softplus is another."""
+    if bound is not None or softplus == (SOFTPLUS_BETA, SOFTPLUS_THRESHOLD):
+        return replace(inputs, A_log=rates, dt_bias=biases, lower_bound=bound)
+    rise = F.softplus(inputs.a.float() + biases.float(), *softplus)
+    rates = rates.float().exp().repeat_interleave(inputs.heads.num_decays // len(rates))
+    return replace(inputs, a=-rates * rise, b=inputs.b.float().sigmoid())
 
 
 def _take_memory(name: str, pool: Tensor | None, inputs: DeltaInputs) -> Tensor:
