@@ -71,6 +71,9 @@ def test_calls_refuse_other_times_and_send_nothing(server: Any, driven: Any, sec
     assert server.requests["Step"] == []
 
 
-def test_any_kind_of_number_is_a_time() -> None:
-    for seconds in (1, np.float32(1.5), np.int64(3), 1e9):
-        Client("127.0.0.1:1", timeout=seconds).disconnect()  # type: ignore[arg-type]
+@pytest.mark.parametrize("seconds", [1, np.float32(1.5), np.int64(3), 1e9], ids=["int", "float32", "int64", "most"])
+def test_any_kind_of_number_is_a_time(server: Any, driven: Any, seconds: Any) -> None:
+    Client("127.0.0.1:1", timeout=seconds).disconnect()
+    assert Retry(attempt_timeout_s=seconds).attempt_timeout_s == seconds
+    driven.do(driven.client.open(lease_s=seconds))
+    assert server.requests["OpenSequences"][-1].lease_ms == int(1000 * seconds)

@@ -47,3 +47,5 @@ def test_a_server_is_checked_and_a_certificate_shown_by_http_too(tmp_path: Path)
 def test_sockets_of_this_host_are_reached_without_it(tmp_path: Path) -> None:
     missing = Tls(tmp_path / "none")
     channel_of(grpc, f"unix:{tmp_path}/s", missing).close()
+    with pytest.raises(ValueError, match="No such file"):
+        channel_of(grpc, "localhost:1", missing)

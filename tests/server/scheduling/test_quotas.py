@@ -190,7 +190,7 @@ async def test_who_has_no_other_beside_may_fill_the_queue(principal: Principal) 
         decode(rig, principal, 1)()
     await asyncio.sleep(0)
     rig.engine.release()
-    await asyncio.gather(*sent)
+    assert [result.refusals for result in await asyncio.gather(*sent)] == [{}, {}]
 
 
 async def test_rows_and_tokens_that_ran_are_counted_for_their_principal() -> None:

@@ -284,6 +284,7 @@ async def test_a_line_that_is_to_be_captured_is_not_given_back() -> None:
         await rig.snapshot(first, second)
     await rig.snapshot(second)
     await rig.snapshot(first)
+    assert (rig.snapshots.num_held, rig.snapshots.num_evicted) == (1, 1)
 
 
 async def test_two_snapshots_of_one_line_give_way_together() -> None:
@@ -495,4 +496,6 @@ async def test_a_principal_leaves_others_lines_in_one_call_too(pins: bool) -> No
 
     with refuses(Reason.NO_SNAPSHOT_LINES):
         await take(*handles)
+    assert rig.lines.num_frozen == 0
     await take(*handles[:2])
+    assert rig.lines.num_frozen == 2

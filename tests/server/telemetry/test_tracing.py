@@ -407,6 +407,7 @@ async def test_a_collector_that_is_not_there_holds_nothing_up(make_server: Calla
         sequence = await client.open()
         for _ in range(20):
             await sequence.decode(np.ones(HIDDEN, np.float32))
+        assert sequence.position == 20
         await asyncio.wait_for(server.stop(), 60)
 
 

@@ -159,6 +159,8 @@ async def test_random_bytes_harm_nobody(server: Server, seed: int) -> None:
                     numbers = rng.randrange(0, 4).to_bytes(8, "little") + rng.randbytes(8)
                     body = rng.choice([b"", INFO, STREAM, rng.randbytes(24), rng.randbytes(500)])
                     await asyncio.to_thread(connected.send, rng.choice([head + lengths + numbers + body, body or b"x"]))
+    async with raw_link(server.link.path) as raw:
+        assert await raw.call(INFO.decode())
     await until(lambda: server.link.num_connections == 1)
 
 
@@ -259,6 +261,7 @@ async def test_the_group_s_users_are_served(
 
 async def test_memory_for_a_client_that_hears_nothing_is_given_back(server: Server) -> None:
     async with raw_link(server.link.path) as raw:
+        await until(lambda: server.link.num_connections == 2)
         raw.socket.shutdown(socket.SHUT_RD)  # it can still be heard
         await raw.send(link.pack(link.MEMORY, 1) + link.Place(0, 0, 1 << 20).packed())
         await until(lambda: server.link.num_connections == 1)
